@@ -86,7 +86,11 @@ def _cells(step: Phased, whole: Measured, args: argparse.Namespace) -> list[str]
 def measure(args: argparse.Namespace) -> Report:
     columns = ["workload", "who", "step ms", *PHASES, "lazygt / eager"]
     report = Report("client_step", "Processor time of a step's client, by phase", columns)
-    with lazygt.session(workers=1, threads=1, compile="off", flush_on_backward=False) as s:
+    with lazygt.session(
+        workers=lazygt.Workers(1, threads=1),
+        compile="off",
+        tracing=lazygt.Tracing(flush_on_backward=False),
+    ) as s:
         for name in (case for case in CASES if args.only in case):
             for row in measure_case(name, args, s):
                 report.add(*row)

@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.harness import ROOT, Report, interleave, parser, ratio
 from lazygt.net.keys import Keyring
+from lazygt.settings import grouped
 from tests.clusters.hosts import Hosts
 
 LOCAL, THERE = "local", "another host"
@@ -68,8 +69,8 @@ def serve_client(on: str, key: str) -> None:
     import lazygt
     from benchmarks.models import mlp_step
 
-    settings = {"on": on, "key": key} if on else {}
-    with lazygt.session(workers=1, threads=1, **settings) as session:
+    settings = {"pool": on, "key": key} if on else {}
+    with lazygt.session(**grouped({"workers": 1, "threads": 1, **settings})) as session:
         step = mlp_step("lazygt")
         for line in sys.stdin:
             if line == "warm\n":

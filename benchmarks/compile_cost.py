@@ -76,7 +76,9 @@ def record(make: Callable[[], Step], nodes: int) -> Recorded:
     The first step is shipped before: it makes the optimizer's state, later ones are all alike.
     """
     limit = 2 * nodes + 10_000
-    with lazygt.session(launcher="inline", flush_on_backward=False, max_graph_nodes=limit) as s:
+    with lazygt.session(
+        launcher="inline", tracing=lazygt.Tracing(flush_on_backward=False, max_graph_nodes=limit)
+    ) as s:
         step = make()
         step()
         s.synchronize()

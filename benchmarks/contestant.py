@@ -40,6 +40,7 @@ from benchmarks.models import (
 from lazygt.config import Config
 from lazygt.native.fit import builds_place, facts_here
 from lazygt.runtime.compiling import compiler
+from lazygt.settings import grouped
 
 EAGER, COMPILE, LAZYGT, LAZYGT_COMPILED = "eager", "torch.compile", "lazygt", "lazygt, compiled"
 
@@ -98,7 +99,7 @@ def session(kind: str, **settings: Any) -> lazygt.Session:
     """A session that compiles its plans, or does not, as the kind of contestant says."""
     if can_compile():
         settings["compile"] = "auto" if kind == LAZYGT_COMPILED else "off"
-    return lazygt.session(workers=1, **settings)
+    return lazygt.session(**grouped({"workers": 1, **settings}))
 
 
 # -- the driver's side ---------------------------------------------------------------------

@@ -75,7 +75,7 @@ def round_trip() -> float:
 def measure(args: argparse.Namespace) -> Report:
     columns = ["size", "copy_ GB/s", "clone GB/s", "upload GB/s", "x", "fetch GB/s", "x"]
     report = Report("data_movement", "Moving one float32 tensor to a worker and back", columns)
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         s.synchronize()
         if args.pin:
             pin(s.worker_pids)

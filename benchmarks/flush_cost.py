@@ -31,7 +31,11 @@ def taken(act: Callable[[], object]) -> float:
 def rounds(make: Callable[[str], Step], count: int) -> tuple[dict[str, Measured], int]:
     """Flush, whole step and eager's step in turn; and how many values the flush hands out."""
     figures: dict[str, list[float]] = {"flush": [], "step": [], "eager": []}
-    with lazygt.session(workers=1, threads=1, flush_on_backward=False, compile="off") as session:
+    with lazygt.session(
+        workers=lazygt.Workers(1, threads=1),
+        tracing=lazygt.Tracing(flush_on_backward=False),
+        compile="off",
+    ) as session:
         ours, eager = make("lazygt"), make("cpu")
         pin(session.worker_pids)
         for number in range(count + 5):

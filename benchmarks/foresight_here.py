@@ -20,6 +20,7 @@ from benchmarks.models import SMALL_GPT, chain_step, gpt_step, mlp_step, pointwi
 from benchmarks.sharded_workloads import GPT_EXAMPLE, MIDDLE_MLP, WORKLOADS, Workload, train_step
 from lazygt import Shard
 from lazygt.errors import LazyGTError
+from lazygt.settings import grouped
 
 Program = Callable[[], object]
 #: Steps before any is measured.
@@ -120,8 +121,8 @@ def measure(case: Case, machine: str, steps: int, rounds: int) -> Measured:
     told = lazygt.simulate(
         lambda: repeated(case.make(), 4), mesh=mesh, machine=machine, compiled=False
     )
-    settings = {"compile": "off", "device": "cpu", "recover": "off", "threads": 1}
-    with lazygt.session(mesh=mesh, machine=machine, **settings) as session:
+    settings = {"compile": "off", "device": "cpu", "recovery": "off", "threads": 1}
+    with lazygt.session(**grouped({"mesh": mesh, "machine": machine, **settings})) as session:
         before = max(rank.resident for rank in session.memory().ranks)
         step = case.make()
         repeated(step, _WARM)

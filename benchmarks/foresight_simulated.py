@@ -21,6 +21,7 @@ from benchmarks.foresight_rows import Row
 from lazygt.machine import Machine, machine_of
 from lazygt.machine.prices import line_seconds
 from lazygt.session import Session
+from lazygt.settings import grouped
 from lazygt.simulation import DRY, LiveValue, Rehearsal
 from lazygt.simulation.rank_memory import ACTIVATIONS, KINDS
 from lazygt.submit.memory_categories import GRADIENTS
@@ -51,7 +52,7 @@ def recorded(row: Row, layers: int, microbatches: int) -> Program:
     """A step of one stage of so many layers, planned and not priced."""
     machine = machine_of(row.machine)
     settings = {**DRY, **_ONE_PLAN, "device": machine.device, "machine": row.machine}
-    with Session(mesh=mesh_of(row), **settings) as session:
+    with Session(**grouped({"mesh": mesh_of(row), **settings})) as session:
         living = LiveValue(session)
         training = Training(row, layers)
         session.flush()

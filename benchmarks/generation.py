@@ -96,7 +96,7 @@ def row(name: str, grows: bool, args: argparse.Namespace) -> tuple[str, ...]:
     size = GPTSize(dim=args.dim, length=args.tokens)
     eager = Decoder("cpu", size, grows)
     plans: list[int] = []
-    with lazygt.session(workers=1, threads=1, launcher=args.launcher) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1), launcher=args.launcher) as s:
         if args.pin:
             pin(s.worker_pids)
         ours = Decoder("lazygt", size, grows)

@@ -14,6 +14,7 @@ import torch
 
 import lazygt
 from benchmarks.harness import Measured, Report, interleave, parser, ratio
+from lazygt.settings import grouped
 from tests.conformance.programs.catalogue import TRAININGS
 from tests.conformance.programs.training import STEPS, Training
 
@@ -39,7 +40,7 @@ def burst(training: Training) -> float:
 def measure_program(name: str, compiling: str, rounds: int) -> dict[str, Measured]:
     """Time a program on both, after 30 steps on both that don't count."""
     settings = {"compile": compiling, "default_device": False}
-    with lazygt.session(workers=1, threads=1, **settings) as session:
+    with lazygt.session(**grouped({"workers": 1, "threads": 1, **settings})) as session:
         eager, ours = begin(name, "cpu"), begin(name, "lazygt")
         burst(eager)
         burst(ours)

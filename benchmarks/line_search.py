@@ -17,6 +17,7 @@ from torch import nn
 import lazygt
 from benchmarks.harness import CORES, Measured, Report, interleave, parser, pin_process, ratio
 from benchmarks.small_syncs import SESSIONS
+from lazygt.settings import grouped
 
 COLUMNS = ["session", "eager ms", "lazygt ms", "lazygt / eager", "evaluations a step"]
 FEATURES, HIDDEN, SAMPLES = 16, 32, 256
@@ -71,7 +72,9 @@ def row(
 ) -> tuple[str, ...]:
     """One kind of session, measured."""
     with ExitStack() as stack:
-        session = stack.enter_context(lazygt.session(threads=1, default_device=False, **settings))
+        session = stack.enter_context(
+            lazygt.session(**grouped({"threads": 1, "default_device": False, **settings}))
+        )
         eager, ours = Fit("cpu"), Fit("lazygt")
         if ours.step() != eager.step() or ours.evaluations != eager.evaluations:
             raise RuntimeError(f"{name}: not eager torch's numbers")

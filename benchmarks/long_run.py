@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace) -> Report:
     columns = ["after steps", "client MB", "worker MB", "plans built", "descriptors open"]
     report = Report("long_run", f"Resident memory over {args.steps:,} training steps", columns)
     part = max(args.steps // CHECKPOINTS, 1)
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         training = Training(args.steps)
         for _ in range(20):
             training.step().item()

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard
 import lazygt
 from benchmarks.harness import Report, parser
 from lazygt.graph.mesh import Mesh
+from lazygt.settings import grouped
 from lazygt.simulation import DRY, LiveValue, predict
 
 MESH = "data=32,model=8,stage=4"
@@ -134,7 +135,7 @@ def measured(layers: int, microbatches: int, mesh: str = MESH) -> Figures:
     figures = Figures()
     whole = {"flush_on_backward": False, "max_graph_nodes": 20_000}  # one plan a step
     settings = {**DRY, **whole, "machine": MACHINE, "device": "cuda", "mesh": mesh}
-    with lazygt.session(**settings) as s:
+    with lazygt.session(**grouped(settings)) as s:
         living = LiveValue(s)
         step = training_step(layers, microbatches, mesh)
         s.flush()

@@ -25,7 +25,8 @@ COLUMNS = ["what", "lowest", "median", "highest", "all", "aim"]
 CLIENT = """
 import sys, torch, lazygt
 on, key, size, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-with lazygt.session(on=on, key=key, workers=1, threads=1, start_timeout=600) as s:
+with lazygt.session(pool=lazygt.PoolAccess(on, key=key),
+                    workers=lazygt.Workers(1, threads=1, start_timeout=600)) as s:
     x = torch.randn(size, size) / size
     s.synchronize()
     print(*s.worker_pids, flush=True)
@@ -38,7 +39,7 @@ with lazygt.session(on=on, key=key, workers=1, threads=1, start_timeout=600) as 
 """
 HOLDER = """
 import sys, torch, lazygt
-with lazygt.session(on=sys.argv[1], key=sys.argv[2], workers=1) as s:
+with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2]), workers=1) as s:
     kept = torch.ones(1 << 28)
     s.synchronize()
     print(*s.worker_pids, flush=True)

@@ -77,7 +77,7 @@ def chain(device: str, ops: int) -> Callable[[], float]:
 def rounds_here(args: argparse.Namespace) -> Rounds:
     """The rounds of every case, lazygt's and eager torch's in turn."""
     found = {}
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         s.synchronize()
         if args.pin:
             pin(s.worker_pids)

@@ -43,7 +43,9 @@ class Steps:
 
     def __call__(self) -> float:
         """Milliseconds a step, the last one's loss read."""
-        with lazygt.session(threads=1, recover=self._recover, compile="off") as session:
+        with lazygt.session(
+            workers=lazygt.Workers(threads=1), recovery=self._recover, compile="off"
+        ) as session:
             step = self._make("lazygt")
             for _ in range(WARM_STEPS):
                 step().item()
@@ -79,7 +81,9 @@ def deaths(report: Report, args: argparse.Namespace) -> None:
     """From a SIGKILL to the answer, which needs what the worker held, less the runs done again."""
     took: dict[int, Measured] = {}
     for spares in (0, 1):
-        with lazygt.session(threads=1, spares=spares) as session:
+        with lazygt.session(
+            workers=lazygt.Workers(threads=1), recovery=lazygt.Recovery(spares=spares)
+        ) as session:
             step = mlp_step("lazygt", "adam")
             step().item()
             took[spares] = Measured(
@@ -113,7 +117,9 @@ def seen(report: Report, args: argparse.Namespace) -> None:
     """From a SIGKILL until the client, which waits for an answer, begins to recover."""
     told = []
     for _ in range(args.rounds):
-        with lazygt.session(threads=1, snapshot_cost=_SELDOM) as session:
+        with lazygt.session(
+            workers=lazygt.Workers(threads=1), recovery=lazygt.Recovery(snapshot_cost=_SELDOM)
+        ) as session:
             x = torch.randn(1_000, 1_000)
             torch.mm(x, x).sum().item()
             killed: list[float] = []
@@ -146,7 +152,11 @@ def replay(report: Report, args: argparse.Namespace) -> None:
 
 def again(make: Callable[[str], Step], steps: int) -> tuple[float, float]:
     """Milliseconds a run takes, and a run when all that the session did is done again."""
-    with lazygt.session(threads=1, snapshot_cost=_SELDOM, compile="off") as session:
+    with lazygt.session(
+        workers=lazygt.Workers(threads=1),
+        recovery=lazygt.Recovery(snapshot_cost=_SELDOM),
+        compile="off",
+    ) as session:
         step = make("lazygt")
         for _ in range(WARM_STEPS):
             step().item()
@@ -167,7 +177,7 @@ def _runs(session: lazygt.Session) -> int:
 
 def memory(report: Report, args: argparse.Namespace) -> None:
     """Resident memory of client and worker after some steps, and after many more."""
-    with lazygt.session(threads=1) as session:
+    with lazygt.session(workers=lazygt.Workers(threads=1)) as session:
         step = mlp_step("lazygt", "adam")
         told = []
         for steps in (args.memory_steps // 4, args.memory_steps):

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lazygt
 from benchmarks.sharded_workloads import QUICK, WORKLOADS, Workload, train_step
 from benchmarks.transfer_processes import Other, free_port, requests
+from lazygt.settings import grouped
 
 LAZYGT = "lazygt"
 #: The same session with ``invariant=True``.
@@ -39,7 +40,7 @@ INVARIANT = "lazygt, invariant"
 #: snapshots of recovery, which lie in the host's memory.
 UNCOMPILED = "lazygt, op by op"
 _SETTINGS: dict[str, dict[str, Any]] = {
-    LAZYGT: {}, INVARIANT: {"invariant": True}, UNCOMPILED: {"compile": "off", "recover": "off"},
+    LAZYGT: {}, INVARIANT: {"invariant": True}, UNCOMPILED: {"compile": "off", "recovery": "off"},
 }  # fmt: skip
 DATA, FULL, TENSOR = "data parallel", "fully sharded", "tensor parallel"
 CONTEXT = "context parallel"
@@ -171,7 +172,9 @@ def crew(kind: str, main: str, workers: int, *args: Any) -> Crew:
 
 def _lazygt(pipe: Connection, main: str, workers: int, kind: str, *args: Any) -> None:
     axis = "model" if args[0] == TENSOR else "data"
-    with lazygt.session(mesh={axis: workers}, threads=1, **_SETTINGS[kind]) as session:
+    with lazygt.session(
+        **grouped({"mesh": {axis: workers}, "threads": 1, **_SETTINGS[kind]})
+    ) as session:
         {"train": _train_lazygt, "sum": _sum_lazygt}[main](session, *args).serve(pipe)
 
 

@@ -15,6 +15,7 @@ import torch
 
 import lazygt
 from benchmarks.harness import CORES, Measured, Report, interleave, parser, pin_process, ratio
+from lazygt.settings import grouped
 
 #: (row, settings of its session, the core of its worker)
 SESSIONS: tuple[tuple[str, Mapping[str, Any], int | None], ...] = (
@@ -47,7 +48,7 @@ def in_session(settings: Mapping[str, Any], core: int | None, rounds: int) -> di
     """Both, and eager's beside them, in one session."""
     eager = cases(torch.ones(4, device="cpu"), 200)
     with ExitStack() as stack:
-        session = stack.enter_context(lazygt.session(threads=1, **settings))
+        session = stack.enter_context(lazygt.session(**grouped({"threads": 1, **settings})))
         lazy = cases(torch.ones(4), 200)
         for case in lazy.values():
             case()

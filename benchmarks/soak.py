@@ -78,7 +78,7 @@ def training(steps: int = STEPS) -> None:
 def sessions(count: int) -> Reading:
     """Open, use and close sessions one after another."""
     for _ in range(count):
-        with lazygt.session(workers=1, threads=1, compile="off"):
+        with lazygt.session(workers=lazygt.Workers(1, threads=1), compile="off"):
             training()
     return read([])
 
@@ -96,7 +96,7 @@ def threads(count: int) -> Callable[[int], Reading]:
     """Return a case of so many threads that record into one session at once."""
 
     def case(rounds: int) -> Reading:
-        with lazygt.session(workers=1, threads=1, compile="off") as session:
+        with lazygt.session(workers=lazygt.Workers(1, threads=1), compile="off") as session:
             for _ in range(rounds):
                 started = [threading.Thread(target=chain, args=(n,)) for n in range(count)]
                 for thread in started:
@@ -156,7 +156,7 @@ def measure(args: argparse.Namespace) -> Report:
     add_case("processes at once", processes, 2, args.processes)
     case = threads(args.threads)
     add_case(f"rounds of {args.threads} threads", case, args.rounds, 5 * args.rounds)
-    with lazygt.session(workers=1, threads=1, compile="off") as session:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1), compile="off") as session:
         add_case("shapes", shapes(session), args.fill, args.shapes)
     return report
 

@@ -14,6 +14,7 @@ import torch
 import lazygt
 from benchmarks.harness import Report, parser
 from benchmarks.models import TINY_GPT, Step, gpt_step, mlp_step
+from lazygt.settings import grouped
 
 ANCESTOR_EPOCH = 36_027
 ANCESTOR_STEPS = 100  # an epoch was to become "about 100 batches"
@@ -29,7 +30,9 @@ def count(
     make: Callable[[], Step], args: argparse.Namespace, *, fetch_every: int, **options: Any
 ) -> dict[str, float]:
     """What one steady step costs on average."""
-    with lazygt.session(workers=1, threads=1, launcher=args.launcher, **options) as s:
+    with lazygt.session(
+        **grouped({"workers": 1, "threads": 1, "launcher": args.launcher, **options})
+    ) as s:
         step = make()
         for _ in range(4):
             step().item()

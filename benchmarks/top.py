@@ -73,7 +73,9 @@ def of_thread(thread: int, pid: int | str = "self") -> float:
 
 def measured(rounds: int, seconds: float) -> dict[str, Measured]:
     """Milliseconds a step, and the shares of a core that pages took, in percent."""
-    with lazygt.session(threads=1, compile="off", recover="off") as session:
+    with lazygt.session(
+        workers=lazygt.Workers(threads=1), compile="off", recovery="off"
+    ) as session:
         step, (worker,) = step_of_training(), session.worker_pids
         pages, writer = session._link.status, session._status
         assert pages is not None
@@ -109,7 +111,11 @@ def in_a_pool(rounds: int, seconds: float) -> dict[str, Measured]:
     shares = dict[str, list[float]]()
     with served(1, 1) as pool:
         key = pool.key("watched")
-        with lazygt.session(on=pool.on, key=key, threads=1, compile="off") as session:
+        with lazygt.session(
+            pool=lazygt.PoolAccess(pool.on, key=key),
+            workers=lazygt.Workers(threads=1),
+            compile="off",
+        ) as session:
             step, writer = step_of_training(), session._status
             assert writer is not None
             assert writer.native_id is not None

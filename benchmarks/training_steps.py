@@ -44,7 +44,9 @@ def measure_case(
     make: Callable[[str], Step], steps: int, args: argparse.Namespace
 ) -> tuple[dict[str, Measured], float, float]:
     with lazygt.session(
-        workers=1, threads=1, launcher=args.launcher, flush_on_backward=not args.whole_step
+        workers=lazygt.Workers(1, threads=1),
+        launcher=args.launcher,
+        tracing=lazygt.Tracing(flush_on_backward=not args.whole_step),
     ) as s:
         s.synchronize()
         torch.ones(1, device="lazygt").item()  # the worker has loaded torch: steps only, below

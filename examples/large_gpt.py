@@ -259,7 +259,10 @@ def main() -> None:
 
             # a step is one program, however long, or stages would wait at each cut
             stack.enter_context(
-                lazygt.session(mesh=mesh_of(args), max_graph_nodes=10**7, max_graph_bytes=1 << 50)
+                lazygt.session(
+                    mesh=mesh_of(args),
+                    tracing=lazygt.Tracing(max_graph_nodes=10**7, max_graph_bytes=1 << 50),
+                )
             )
             device = "lazygt"
         train(args, device)

@@ -24,7 +24,7 @@ def main() -> None:
     args = parser.parse_args()
     train = runpy.run_path(TRAIN)["train"]
     with lazygt.session(
-        launcher="ray", workers=args.workers, start_timeout=args.patience, threads=1
+        launcher="ray", workers=lazygt.Workers(args.workers, start_timeout=args.patience, threads=1)
     ) as session:
         losses = train(args.steps, session)
         for recovery in session.recoveries:

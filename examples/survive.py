@@ -37,7 +37,7 @@ def train(args: argparse.Namespace, kills: frozenset[int]) -> tuple[list[float],
     """
     torch.manual_seed(0)
     chance = random.Random(args.seed)
-    with lazygt.session(mesh={"data": args.workers}, threads=1) as session:
+    with lazygt.session(mesh={"data": args.workers}, workers=lazygt.Workers(threads=1)) as session:
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 10))
         lazygt.fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -128,7 +128,7 @@ def test_data_dependent_op_names_failed_op_that_it_needs(s: lazygt.Session) -> N
 
 
 def test_failure_on_every_worker_is_raised_once() -> None:
-    with lazygt.session(workers=3, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(3, threads=1)) as s:
         table, mask = torch.ones(3), torch.ones(4, dtype=torch.bool)
         rows = torch.tensor([9])
         for _ in range(30):  # whichever worker answers first
@@ -198,7 +198,7 @@ WAITS: dict[str, Callable[[lazygt.Session, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("name", WAITS)
 def test_killed_worker_is_reported(name: str) -> None:
     before = descriptors_before()
-    with lazygt.session(workers=2, recover="off") as s:
+    with lazygt.session(workers=2, recovery="off") as s:
         x = torch.ones(3) + 1
         s.synchronize()
         pid = s.worker_pids[0]
@@ -218,7 +218,7 @@ def test_killed_worker_is_reported(name: str) -> None:
 
 
 def test_a_worker_killed_while_the_client_waits() -> None:
-    with lazygt.session(workers=1, recover="off") as s:
+    with lazygt.session(workers=1, recovery="off") as s:
         s.synchronize()
         x = torch.ones(600, 600) / 600
         for _ in range(2000):
@@ -233,7 +233,7 @@ def test_a_worker_killed_while_the_client_waits() -> None:
 
 
 def test_frozen_worker_is_reported() -> None:
-    with lazygt.session(workers=1, frozen_after=0.5, recover="off") as s:
+    with lazygt.session(workers=lazygt.Workers(1, frozen_after=0.5), recovery="off") as s:
         x = torch.ones(3) + 1
         s.synchronize()
         os.kill(s.worker_pids[0], signal.SIGSTOP)
@@ -251,7 +251,7 @@ def _fetch_for_ever(x: torch.Tensor) -> None:
 
 
 def test_an_interrupted_fetch_shifts_no_later_answer() -> None:
-    with lazygt.session(workers=1, recover="off") as s:
+    with lazygt.session(workers=1, recovery="off") as s:
         s.synchronize()
         kept = torch.arange(3.0) + 1
         slow = torch.ones(400, 400) / 400

@@ -197,7 +197,7 @@ _FLAGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def synchronize(device: str) -> Iterator[Row]:
     """Time of `synchronize`: until products are there, not until they are launched."""
     size = 8192 if device == "cuda" else 256
-    with lazygt.session(compile="off", cuda_graphs="off") as session:
+    with lazygt.session(compile=lazygt.Compile("off", cuda_graphs="off")) as session:
         x = torch.randn(size, size, dtype=torch.bfloat16)
         for _ in range(2):  # the second counts: the plan is known then
             begin = time.perf_counter()

@@ -52,7 +52,9 @@ def waiting(device: str) -> Iterator[Row]:
 
 def _captured(name: str, op: Callable[[Tensor], Tensor]) -> Row:
     """Run two plans until they are hot, one of them with the op."""
-    with lazygt.session(compile="off", cuda_graphs="now", recover="off") as session:
+    with lazygt.session(
+        compile=lazygt.Compile("off", cuda_graphs="now"), recovery="off"
+    ) as session:
         x, y = torch.randn(64), torch.randn(64)
         for _ in range(10):
             x = op(((x.sin() * 0.5).exp() + 0.1).tanh()).cos().sin().tanh().cos()
@@ -69,7 +71,7 @@ def _captured(name: str, op: Callable[[Tensor], Tensor]) -> Row:
 
 def seeds(device: str) -> Iterator[Row]:
     """Attention with dropout in a captured forward pass, its backward pass in another plan."""
-    with lazygt.session(compile="off", cuda_graphs="now", recover="off"):
+    with lazygt.session(compile=lazygt.Compile("off", cuda_graphs="now"), recovery="off"):
         start, numbers = torch.randn(2, 4, 16, 32), []
         for _ in range(STEPS):
             x = start.clone().requires_grad_()
@@ -151,7 +153,9 @@ def snapshots(device: str) -> Iterator[Row]:
     """Steps of GPT-2 small while snapshots are taken as often as can be, beside steps without."""
     seconds, took = 15.0 if device == "cuda" else 4.0, {}
     for recover in ("off", "auto"):
-        with lazygt.session(recover=recover, snapshot_cost=1.0, compile="off") as session:
+        with lazygt.session(
+            recovery=lazygt.Recovery(recover, snapshot_cost=1.0), compile="off"
+        ) as session:
             step = gpt2_step("lazygt", size=size_for(device))
             for _ in range(10):
                 step().item()

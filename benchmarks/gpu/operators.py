@@ -36,7 +36,7 @@ def _walk(device: str, grad: bool) -> Iterator[Row]:
     theirs = dict(outcomes for op in operators for outcomes in _outcomes(op, grad, device))
     theirs = {name: result for name, result in theirs.items() if not isinstance(result, str)}
     yield Row("eager torch", f"runs {len(theirs)} samples of {len(operators)} operators")
-    with lazygt.session(compile="off", default_device=False):
+    with lazygt.session(compile="off", tracing=lazygt.Tracing(default_device=False)):
         cases = {
             name: difference(ours, theirs[name])
             for op in operators

@@ -109,7 +109,7 @@ def _error(a: Tensor, b: Tensor) -> float:
 def differences(cases: Mapping[str, Make], device: str) -> dict[str, str]:
     """Differences by case: all on eager's device first, then all in one session."""
     theirs = {name: outcome(make, device) for name, make in cases.items()}
-    with lazygt.session(compile="off", default_device=False):
+    with lazygt.session(compile="off", tracing=lazygt.Tracing(default_device=False)):
         return {
             name: difference(outcome(make, "lazygt"), theirs[name]) for name, make in cases.items()
         }

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, help="left out: one for each process of the job")
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
-    with lazygt.session(workers=args.workers, threads=1) as session:
+    with lazygt.session(workers=lazygt.Workers(args.workers, threads=1)) as session:
         losses = train(args.steps, session)
         print(f"{session.mesh.sizes[0]} workers")
     for step in range(9, args.steps, 10):

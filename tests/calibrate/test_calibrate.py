@@ -48,7 +48,7 @@ def test_smallest_calibration_writes_usable_machine(
     assert ranges == {
         "products": (8, 32), "bytes": (3 * 4096, 3 * 262144), "payloads": (4096, 262144),
     }  # fmt: skip
-    with lazygt.session(launcher="dry", machine=CALIBRATED) as s:
+    with lazygt.session(launcher="dry", planning=lazygt.Planning(machine=CALIBRATED)) as s:
         assert s.machine.name == CALIBRATED
 
 

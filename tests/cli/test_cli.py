@@ -272,7 +272,7 @@ def test_dump_leaves_a_script_its_own_sessions(tmp_path: Path) -> None:
     path.write_text(
         "import lazygt, torch\n"
         "for size in (2, 3):\n"
-        "    with lazygt.session(launcher='inline', keep_stages=False):\n"
+        "    with lazygt.session(launcher='inline', planning=lazygt.Planning(keep_stages=False)):\n"
         "        print((torch.ones(size) + 1).tolist())\n"
     )
     result = _run("dump", path, "--stage", "recorded", "--all")
@@ -456,7 +456,7 @@ def test_unknown_machine_is_refused(command: str, tmp_path: Path) -> None:
 IN_A_POOL = """\
 import torch, lazygt
 
-with lazygt.session({asked}, start_timeout=1.0):
+with lazygt.session(workers=lazygt.Workers(start_timeout=1.0)):
     print(torch.ones(3).sum().item())
 """
 

@@ -16,7 +16,7 @@ import lazygt
 
 
 def main(steps: int, megabytes: int) -> None:
-    with lazygt.session(snapshot_cost=0.5) as session:
+    with lazygt.session(recovery=lazygt.Recovery(snapshot_cost=0.5)) as session:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 1))
         optimizer = torch.optim.Adam(model.parameters())

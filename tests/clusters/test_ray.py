@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 import lazygt
 from lazygt.errors import LaunchError
 from lazygt.runtime.cluster.ray import AGENT, RayHosts
+from lazygt.settings import grouped
 from tests.clusters.commands import commands
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install lazygt[ray]")
@@ -106,7 +107,7 @@ def one_ends(processes: list[psutil.Process]) -> bool:
 def trained(between: Callable[[lazygt.Session, int], None], **settings: Any) -> list[torch.Tensor]:
     """The weights after some steps, and the losses."""
     torch.manual_seed(0)
-    with lazygt.session(threads=1, **settings) as session:
+    with lazygt.session(**grouped({"threads": 1, **settings})) as session:
         model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
         lazygt.data_parallel(model, "workers")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -172,7 +173,7 @@ def test_a_removed_node_is_recovery(nodes: Nodes) -> None:
 def test_unplaceable_ray_gang_names_missing_cpus(nodes: Nodes) -> None:
     nodes.add(2)
     with pytest.raises(LaunchError) as caught:
-        lazygt.session(launcher="ray", workers=4, start_timeout=3).__enter__()
+        lazygt.session(launcher="ray", workers=lazygt.Workers(4, start_timeout=3)).__enter__()
     text = str(caught.value)
     assert "has not placed 4 workers within 3 s" in text
     assert "asked for 4 CPU, free in the whole cluster: 2 CPU" in text

@@ -16,7 +16,7 @@ import lazygt
 
 def main(ended: str) -> None:
     workers = int(os.environ["WORLD_SIZE"])
-    with lazygt.session(mesh={"data": workers}, frozen_after=300.0):
+    with lazygt.session(mesh={"data": workers}, workers=lazygt.Workers(frozen_after=300.0)):
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1))
         lazygt.data_parallel(model)
         optimizer = torch.optim.Adam(model.parameters())

@@ -12,6 +12,7 @@ import lazygt
 from lazygt.graph.node import FUSED
 from lazygt.runtime.compiling import service
 from lazygt.runtime.executors.kernel_group import KernelGroup
+from lazygt.settings import grouped
 from tests.cuda_host.control import Control
 
 pytestmark = pytest.mark.timeout(240)
@@ -40,7 +41,7 @@ def compute(session: lazygt.Session, runs: int) -> None:
 def test_a_compiled_group_is_a_part_of_cuda_graphs(gpu: Control, cache: Path) -> None:
     agreeing_and_faster(gpu)
     settings = {"compile": "now", "cache_dir": str(cache), "cuda_graphs": "now"}
-    with lazygt.session(device="cuda", **settings) as session:  # type: ignore[arg-type]
+    with lazygt.session(**grouped({"device": "cuda", **settings})) as session:  # type: ignore[arg-type]
         compute(session, 3)
         (made,) = session.compiles()
         assert (made.status, made.gain > 0) == ("compiled", True), made

@@ -33,7 +33,7 @@ def test_failed_kernel_restarts_worker_and_restores_values(gpu: Control) -> None
 
 
 def test_without_recovery_the_device_is_lost(gpu: Control) -> None:
-    session = lazygt.session(device="cuda", compile="off", recover="off").open()
+    session = lazygt.session(device="cuda", compile="off", recovery="off").open()
     gpu.fail_after = 5
     with pytest.raises(lazygt.errors.DeviceLost, match="device-side assert"):
         train(session, 2)
@@ -60,7 +60,7 @@ def test_a_taken_gpu_is_said(gpu: Control) -> None:
 
 def test_a_failed_capture_changes_nothing(gpu: Control) -> None:
     gpu.fail_captures = 1
-    with lazygt.session(device="cuda", compile="off", cuda_graphs="now") as session:
+    with lazygt.session(device="cuda", compile=lazygt.Compile("off", cuda_graphs="now")) as session:
         with pytest.warns(RuntimeWarning, match="could not be captured"):
             train(session, 12)
         train(session, 2)

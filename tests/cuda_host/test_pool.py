@@ -19,7 +19,7 @@ import sys
 import torch, lazygt
 
 assert not torch.cuda.is_available()
-with lazygt.session(on=sys.argv[1], key=sys.argv[2], compile="off") as session:
+with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2]), compile="off") as session:
     assert session.device_type == "cuda"
     with torch.autocast("cuda", torch.bfloat16):
         x = torch.randn(4, 4)

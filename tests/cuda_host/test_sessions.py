@@ -25,7 +25,7 @@ def test_a_session_trains(gpu: Control, launcher: str) -> None:
 
 
 def test_hot_plans_are_captured(gpu: Control) -> None:
-    with lazygt.session(device="cuda", compile="off", cuda_graphs="now") as session:
+    with lazygt.session(device="cuda", compile=lazygt.Compile("off", cuda_graphs="now")) as session:
         train(session, 12)
         assert session.stats()["cuda_graphs"] > 0, lazygt.why(session)
     assert gpu.captures > 0
@@ -71,7 +71,9 @@ def test_autocast_has_the_dtypes_of_cuda(gpu: Control) -> None:
 
 def test_snapshots_are_taken_and_restored(gpu: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recover, "_LEAST_SECONDS", 0.0)
-    with lazygt.session(device="cuda", compile="off", snapshot_cost=1.0) as session:
+    with lazygt.session(
+        device="cuda", compile="off", recovery=lazygt.Recovery(snapshot_cost=1.0)
+    ) as session:
         x = torch.arange(1 << 16, device="cpu").to("lazygt")
         train(session, 8)
         assert session.stats()["snapshots"] > 0

@@ -98,7 +98,7 @@ def test_a_process_lends_memory_of_its_gpu(gpu: Control) -> None:
 
 def test_after_a_failed_op_the_ranks_form_a_new_group_of_nccl(gpu: Control) -> None:
     """NCCL does not say which values ranks have met for, so those of that time count as failed."""
-    with lazygt.session(device="cuda", mesh={"data": 2}, compile="off", recover="off") as session:
+    with lazygt.session(device="cuda", mesh={"data": 2}, compile="off", recovery="off") as session:
         x = lazygt.distribute(torch.arange(8.0, device="cpu").to("lazygt"), {"data": Shard(0)})
         session.flush()
         with pytest.raises(torch.OutOfMemoryError):

@@ -26,6 +26,7 @@ from torch import nn
 
 import lazygt
 from lazygt.runtime.compiling import compiler
+from lazygt.settings import grouped
 
 STEPS = 8
 #: Seconds within which an interrupt comes: some steps.
@@ -221,7 +222,7 @@ def main() -> None:
     # a compile process at idle priority gets nowhere on a busy machine
     compiler.leave_only_spare_time = lambda pid: None
     settings: dict[str, Any] = {"compile": given.compile, "cache_dir": given.cache}
-    with lazygt.session(workers=given.workers, threads=1, **settings) as session:
+    with lazygt.session(**grouped({"workers": given.workers, "threads": 1, **settings})) as session:
         stress = Stress(Training(session), given.seed)
         stress.run(given.interrupts)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 BEGIN = """
 import os, signal, sys, time, torch, lazygt
 torch.set_num_threads(1)
-s = lazygt.session(workers=2, threads=1).__enter__()
+s = lazygt.session(workers=lazygt.Workers(2, threads=1)).__enter__()
 up = torch.ones(1)
 s.synchronize()  # every worker has come up, and answered
 print("open", flush=True)
@@ -220,7 +220,7 @@ def test_interrupts_at_random_moments_of_a_fetch_shift_no_answer(size: int) -> N
     plain = torch.arange(float(size))
     previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        with lazygt.session(workers=1, threads=1) as s:
+        with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
             kept = plain.to("lazygt")
             s.synchronize()
             for number in range(150):
@@ -246,7 +246,7 @@ def test_twenty_sessions_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     big = torch.arange(1 << 17, dtype=torch.float32)
 
     def use(number: int) -> None:
-        with lazygt.session(workers=1 + number % 2, threads=1) as s:
+        with lazygt.session(workers=lazygt.Workers(1 + number % 2, threads=1)) as s:
             if number % 4 == 0:
                 assert torch.equal(big.to("lazygt").add(0).cpu(), big)
             s.close()

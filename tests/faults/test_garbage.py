@@ -44,7 +44,9 @@ def test_garbage_on_every_socket_of_a_running_session(
     generate = Keys.generate
     monkeypatch.setattr(Keys, "generate", lambda: keys.append(generate()) or keys[-1])
     with (
-        lazygt.session(workers=2, threads=1, transport=transport, max_message_bytes=1 << 20) as s,
+        lazygt.session(
+            workers=lazygt.Workers(2, threads=1, transport=transport, max_message_bytes=1 << 20)
+        ) as s,
         zmq.Context() as context,
     ):
         x = torch.zeros(1000)

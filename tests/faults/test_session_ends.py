@@ -22,12 +22,13 @@ from torch.optim import optimizer
 
 import lazygt
 from lazygt.record import device, factories, host_rng
+from lazygt.settings import grouped
 
 pytestmark = pytest.mark.timeout(120)
 #: `lazygt.session` is the class
 session_module = sys.modules["lazygt.session"]
 INLINE: dict[str, Any] = {"launcher": "inline"}
-WORKER: dict[str, Any] = {"workers": 1, "threads": 1, "recover": "off"}
+WORKER: dict[str, Any] = {"workers": 1, "threads": 1, "recovery": "off"}
 
 
 def replaced() -> dict[str, Any]:
@@ -66,12 +67,12 @@ def assert_plain() -> None:
 
 
 def normal() -> None:
-    with lazygt.session(**INLINE):
+    with lazygt.session(**grouped(INLINE)):
         torch.ones(2).sum().item()
 
 
 def exception_in_the_block() -> None:
-    with pytest.raises(KeyError), lazygt.session(**INLINE):
+    with pytest.raises(KeyError), lazygt.session(**grouped(INLINE)):
         torch.ones(2)
         raise KeyError
 
@@ -84,7 +85,7 @@ def refused_setting() -> None:
 def bad_worker() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lazygt.runtime.launch.launcher.Launcher.start", fail)
-        with pytest.raises(OSError, match="no more processes"), lazygt.session(**WORKER):
+        with pytest.raises(OSError, match="no more processes"), lazygt.session(**grouped(WORKER)):
             pass
 
 
@@ -100,7 +101,7 @@ def interrupted_while(owner: object, name: str) -> Callable[[], None]:
     def opening() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, interrupt)
-            with pytest.raises(KeyboardInterrupt), lazygt.session(**INLINE):
+            with pytest.raises(KeyboardInterrupt), lazygt.session(**grouped(INLINE)):
                 raise AssertionError("it was opened")
 
     opening.__name__ = f"interrupted_in_{name}"
@@ -116,7 +117,7 @@ def interrupted_by_a_signal() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(factories, "patch", patch_and_interrupt)
-        with pytest.raises(KeyboardInterrupt), lazygt.session(**INLINE):
+        with pytest.raises(KeyboardInterrupt), lazygt.session(**grouped(INLINE)):
             raise AssertionError("it was opened")
 
 
@@ -131,34 +132,34 @@ class Strange(types.ModuleType):
 def strange_module() -> None:
     sys.modules["strange_module"] = Strange("strange_module")
     try:
-        with pytest.raises(RuntimeError, match="no names"), lazygt.session(**INLINE):
+        with pytest.raises(RuntimeError, match="no names"), lazygt.session(**grouped(INLINE)):
             raise AssertionError("it was opened")
     finally:
         del sys.modules["strange_module"]
 
 
 def failed_step() -> None:
-    with pytest.raises(lazygt.ExecutionError), lazygt.session(**INLINE):
+    with pytest.raises(lazygt.ExecutionError), lazygt.session(**grouped(INLINE)):
         x = torch.ones(3).index_select(0, torch.tensor([9]))
     assert "session closed" in repr(x)
 
 
 def dead_worker() -> None:
-    with pytest.raises(lazygt.WorkerDied), lazygt.session(**WORKER) as s:
+    with pytest.raises(lazygt.WorkerDied), lazygt.session(**grouped(WORKER)) as s:
         x = torch.ones(2)
         os.kill(s.worker_pids[0], signal.SIGKILL)
         x.sum().item()
 
 
 def closed_in_the_block() -> None:
-    with lazygt.session(**INLINE) as s:
+    with lazygt.session(**grouped(INLINE)) as s:
         torch.ones(2)
         s.close()
         assert_plain()
 
 
 def closed_in_an_inner_block() -> None:
-    with lazygt.session(**INLINE) as s:
+    with lazygt.session(**grouped(INLINE)) as s:
         with s:
             s.close()
             assert_plain()
@@ -166,7 +167,7 @@ def closed_in_an_inner_block() -> None:
 
 
 def entered_again() -> None:
-    with lazygt.session(**INLINE) as s:
+    with lazygt.session(**grouped(INLINE)) as s:
         with s, s:
             x = torch.ones(2)
         assert torch.ones(2).device.type == "lazygt"
@@ -174,12 +175,12 @@ def entered_again() -> None:
 
 
 def entered_again_and_raised() -> None:
-    with pytest.raises(KeyError), lazygt.session(**INLINE) as s, s:
+    with pytest.raises(KeyError), lazygt.session(**grouped(INLINE)) as s, s:
         raise KeyError
 
 
 def entered_without_a_block() -> None:
-    s = lazygt.session(**INLINE).__enter__()
+    s = lazygt.session(**grouped(INLINE)).__enter__()
     with s:
         torch.ones(2)
     assert torch.ones(2).sum().item() == 2
@@ -187,7 +188,10 @@ def entered_without_a_block() -> None:
 
 
 def different_sessions() -> None:
-    with lazygt.session(**INLINE) as a, lazygt.session(default_device=False, **INLINE) as b:
+    with (
+        lazygt.session(**grouped(INLINE)) as a,
+        lazygt.session(**grouped({"default_device": False, **INLINE})) as b,
+    ):
         assert torch.ones(2, device="lazygt").sum().item() == 2
         with a:
             x = torch.ones(2)
@@ -196,7 +200,7 @@ def different_sessions() -> None:
 
 
 def other_order() -> None:
-    a, b = lazygt.session(**INLINE), lazygt.session(**INLINE)
+    a, b = lazygt.session(**grouped(INLINE)), lazygt.session(**grouped(INLINE))
     a.__enter__()
     b.__enter__()
     a.__enter__()
@@ -206,7 +210,7 @@ def other_order() -> None:
 
 
 def held() -> Iterator[torch.Tensor]:
-    with lazygt.session(**INLINE):
+    with lazygt.session(**grouped(INLINE)):
         yield torch.ones(2)
 
 
@@ -223,7 +227,7 @@ def another_thread() -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(normal).result()
     with ThreadPoolExecutor(1) as pool:
-        s = lazygt.session(**INLINE)
+        s = lazygt.session(**grouped(INLINE))
         pool.submit(s.__enter__).result()
         pool.submit(s.__exit__, None, None, None).result()
 
@@ -235,7 +239,7 @@ def many_threads() -> None:
     def open_and_close() -> None:
         barrier.wait()
         for _ in range(10):
-            with lazygt.session(**INLINE):
+            with lazygt.session(**grouped(INLINE)):
                 pass
 
     with ThreadPoolExecutor(4) as pool:
@@ -245,7 +249,7 @@ def many_threads() -> None:
 
 def collected_without_close() -> None:
     def lose() -> None:
-        lazygt.session(**INLINE)
+        lazygt.session(**grouped(INLINE))
         gc.collect()
 
     with pytest.warns(lazygt.IdleWarning):
@@ -253,7 +257,7 @@ def collected_without_close() -> None:
 
 
 def warning_as_an_error() -> None:
-    s = lazygt.session(**WORKER)
+    s = lazygt.session(**grouped(WORKER))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(lazygt.IdleWarning):
@@ -267,7 +271,7 @@ def is_alive(pid: int) -> bool:
 
 def forked_in_the_block() -> None:
     """The child leaves the block too; the parent's worker is not its own."""
-    with lazygt.session(**WORKER) as s:
+    with lazygt.session(**grouped(WORKER)) as s:
         x = torch.ones(2)
         child = os.fork()
         if child == 0:
@@ -291,7 +295,7 @@ def leave_in_child(s: lazygt.Session) -> NoReturn:
 
 
 def failing_end() -> None:
-    s = lazygt.session(**INLINE)
+    s = lazygt.session(**grouped(INLINE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s._tiers, "close", fail)
         with pytest.raises(OSError, match="no more processes"), s:

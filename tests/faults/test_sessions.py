@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lazygt
+from lazygt.settings import grouped
 from tests.support.descriptors import descriptors_before, open_descriptors
 from tests.support.timeouts import patience
 
@@ -37,8 +38,8 @@ def slow_work(s: lazygt.Session) -> torch.Tensor:
 @pytest.mark.parametrize("wait", ["fetch", "synchronize", "record on"])
 @pytest.mark.timed
 def test_a_killed_worker_is_named_at_once(wait: str) -> None:
-    settings = {"workers": 1, "threads": 1, "recover": "off"}
-    with pytest.raises(lazygt.WorkerDied) as caught, lazygt.session(**settings) as s:
+    settings = {"workers": 1, "threads": 1, "recovery": "off"}
+    with pytest.raises(lazygt.WorkerDied) as caught, lazygt.session(**grouped(settings)) as s:
         assert torch.ones(3).sum().item() == 3
         x = slow_work(s)
         pid = s.worker_pids[0]
@@ -70,15 +71,18 @@ def test_a_killed_worker_is_named_at_once(wait: str) -> None:
 
 
 def test_a_stopped_worker_is_frozen_at_the_deadline() -> None:
-    settings = {"workers": 1, "frozen_after": 1.5, "recover": "off"}
-    with pytest.raises(lazygt.WorkerFrozen), lazygt.session(**settings) as s:
+    settings = {"workers": 1, "frozen_after": 1.5, "recovery": "off"}
+    with pytest.raises(lazygt.WorkerFrozen), lazygt.session(**grouped(settings)) as s:
         assert torch.ones(3).sum().item() == 3
         os.kill(s.worker_pids[0], signal.SIGSTOP)
         torch.ones(3).sum().item()
 
 
 def test_a_worker_that_has_dropped_the_session_is_named_at_every_wait() -> None:
-    with pytest.raises(lazygt.ProtocolError) as last, lazygt.session(workers=1, threads=1) as s:
+    with (
+        pytest.raises(lazygt.ProtocolError) as last,
+        lazygt.session(workers=lazygt.Workers(1, threads=1)) as s,
+    ):
         x = torch.ones(3)
         s.synchronize()
         s._client.link.send(0, [b"nonsense"])
@@ -91,7 +95,7 @@ def test_a_worker_that_has_dropped_the_session_is_named_at_every_wait() -> None:
 
 def test_worker_at_work_for_many_deadlines_in_one_run_is_not_frozen() -> None:
     deadline, even = 0.2, torch.full((256, 256), 1 / 256, device="cpu")
-    with lazygt.session(workers=1, threads=1, frozen_after=deadline) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1, frozen_after=deadline)) as s:
         worker = psutil.Process(s.worker_pids[0])
 
         def seconds_of(products: int) -> float:
@@ -115,7 +119,7 @@ def test_worker_at_work_for_many_deadlines_in_one_run_is_not_frozen() -> None:
 CLIENT = """
 import os, sys, torch, lazygt
 torch.set_num_threads(1)
-s = lazygt.session(workers=2, threads=1).__enter__()
+s = lazygt.session(workers=lazygt.Workers(2, threads=1)).__enter__()
 x = torch.ones(400, 400)
 x.sum().item()
 print(*s.worker_pids, flush=True)
@@ -154,7 +158,7 @@ def test_workers_never_outlive_their_client(end: str) -> None:
 
 
 def test_an_interrupted_fetch_shifts_no_later_answer() -> None:
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         assert torch.ones(3).sum().item() == 3
         x = torch.ones(600, 600)
         for _ in range(300):
@@ -173,7 +177,7 @@ def test_an_interrupted_fetch_shifts_no_later_answer() -> None:
 
 def test_sessions_leave_nothing_behind() -> None:
     def use() -> None:
-        with lazygt.session(workers=1, threads=1):
+        with lazygt.session(workers=lazygt.Workers(1, threads=1)):
             big = torch.arange(1 << 17, dtype=torch.float32, device="cpu")
             assert torch.equal(big.to("lazygt").cpu(), big)
 
@@ -186,7 +190,7 @@ def test_sessions_leave_nothing_behind() -> None:
 
 
 def test_a_forked_child_harms_nobody() -> None:
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         x = torch.ones(3) * 2
         s.synchronize()
         child = os.fork()

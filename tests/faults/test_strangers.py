@@ -60,7 +60,7 @@ def train(s, sender):
         saw(value)
 
 with (
-    lazygt.session(mesh={"data": 2}, threads=1, compile="off") as s,
+    lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1), compile="off") as s,
     BroadcastTransferSender() as sender,
     BroadcastTransferReceiver(sender.address) as receiver,
 ):

@@ -32,7 +32,9 @@ def test_kernel_and_numbers_are_those_of_eager_cuda(name: str, dtype: torch.dtyp
     options = {n: case[n] for n in ("is_causal", "scale", "enable_gqa") if n in case}
     expected = OPS[torch._fused_sdp_choice(*tensors, mask, **options)]
     theirs = attend("cuda", dtype, case)
-    with lazygt.session(workers=1, device="cuda", default_device=False) as s:
+    with lazygt.session(
+        workers=1, device="cuda", tracing=lazygt.Tracing(default_device=False)
+    ) as s:
         ours = attend("lazygt", dtype, case)
         found = {node.op for plan in s.plans() for node in plan.graph.nodes}
     fused = {op for op in OPS.values() if op in found}

@@ -61,9 +61,9 @@ def learn(device: str, optimizer: type[torch.optim.Optimizer], steps: int) -> li
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_cuda_graphs_change_no_bit(optimizer: type[torch.optim.Optimizer]) -> None:
-    with lazygt.session(device="cuda", compile="off", cuda_graphs="off"):
+    with lazygt.session(device="cuda", compile=lazygt.Compile("off", cuda_graphs="off")):
         plain = learn("lazygt", optimizer, 20)
-    with lazygt.session(device="cuda", compile="off", cuda_graphs="now") as s:
+    with lazygt.session(device="cuda", compile=lazygt.Compile("off", cuda_graphs="now")) as s:
         graphed = learn("lazygt", optimizer, 20)
         assert s.stats()["cuda_graphs"] > 0, lazygt.why(s)
     for ours, theirs in zip(graphed, plain, strict=True):
@@ -75,7 +75,7 @@ def test_captured_training_has_the_bits_of_plain_training(name: str) -> None:
     data = zoo.batches(name, 12)
     results = []
     for setting in ("off", "now"):
-        with lazygt.session(device="cuda", compile="off", cuda_graphs=setting) as s:
+        with lazygt.session(device="cuda", compile=lazygt.Compile("off", cuda_graphs=setting)) as s:
             results.append(zoo.train(name, "adamw", data, "lazygt")[0])
             captured = s.stats()["cuda_graphs"]
         assert (captured > 0) is (setting == "now")
@@ -84,7 +84,7 @@ def test_captured_training_has_the_bits_of_plain_training(name: str) -> None:
 
 
 def test_an_op_that_waits_runs_between_cuda_graphs() -> None:
-    with lazygt.session(device="cuda", compile="off", cuda_graphs="now") as s:
+    with lazygt.session(device="cuda", compile=lazygt.Compile("off", cuda_graphs="now")) as s:
         x = torch.eye(4) * 2
         for _ in range(8):
             x = ((x * 0.5 + torch.eye(4)).tanh() + torch.eye(4)).inverse()

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 HOLDS = """
 import sys, torch, lazygt
-with lazygt.session(on=sys.argv[1], key=sys.argv[2], workers=1) as s:
+with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2]), workers=1) as s:
     print(torch.ones(4096).sum().item(), *s.worker_pids, flush=True)
     while True:
         torch.ones(4).sum().item()

@@ -223,7 +223,9 @@ def test_a_planned_step_exchanges_as_much(
     Gradients as small as these would be added up whole, were the cap not smaller.
     """
     mesh = {"data": 4}
-    with lazygt.session(launcher="dry", mesh=mesh, compile="off", bucket_cap_mb=0.001) as s:
+    with lazygt.session(
+        launcher="dry", mesh=mesh, compile="off", planning=lazygt.Planning(bucket_cap_mb=0.001)
+    ) as s:
         net = model()
         optimizer = place(net)
         s.flush()

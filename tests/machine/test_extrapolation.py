@@ -107,7 +107,7 @@ def test_payloads_and_ranks(path: str) -> None:
 
 
 def test_explain_reports_shapes_outside_calibration(path: str) -> None:
-    with lazygt.session(launcher="dry", machine=path) as s:
+    with lazygt.session(launcher="dry", planning=lazygt.Planning(machine=path)) as s:
         products(8192)
     report = lazygt.explain(s)
     assert [(row.what, row.times) for row in report.outside] == [("bytes", 6), ("products", 6)]

@@ -57,7 +57,9 @@ def saved(folder: Path, machine: Machine) -> str:
 
 def exchanged(machine: str | None) -> list[str]:
     """What a product of two matrices exchanges that are both cut by rows."""
-    with lazygt.session(launcher="dry", mesh={"x": 4}, machine=machine) as s:
+    with lazygt.session(
+        launcher="dry", mesh={"x": 4}, planning=lazygt.Planning(machine=machine)
+    ) as s:
         x, w = (lazygt.distribute(torch.randn(n, 512), [Shard(0)]) for n in (64, 512))
         s.flush()
         y = x @ w
@@ -77,7 +79,7 @@ def test_placements_follow_the_machine(folder: Path) -> None:
 
 
 def groups(machine: str | None) -> int:
-    with lazygt.session(launcher="dry", machine=machine) as s:
+    with lazygt.session(launcher="dry", planning=lazygt.Planning(machine=machine)) as s:
         x = torch.randn(64)
         s.flush()
         y = x.neg().exp().neg()
@@ -94,7 +96,9 @@ def test_fusion_follows_the_machine(folder: Path) -> None:
 
 
 def test_explain_follows_the_machine() -> None:
-    with lazygt.session(launcher="dry", mesh={"x": 4}, keep_stages=True) as s:
+    with lazygt.session(
+        launcher="dry", mesh={"x": 4}, planning=lazygt.Planning(keep_stages=True)
+    ) as s:
         x = lazygt.distribute(torch.randn(1 << 20), [Shard(0)])
         s.flush()
         x.sum().item()
@@ -105,7 +109,7 @@ def test_explain_follows_the_machine() -> None:
 
 def test_a_machine_that_there_is_not_is_said_before_workers_start() -> None:
     with pytest.raises(MachineError, match="machine tpu is no machine, and no file"):
-        lazygt.session(machine="tpu")
+        lazygt.session(planning=lazygt.Planning(machine="tpu"))
     with lazygt.session(launcher="dry") as s, pytest.raises(MachineError):
         lazygt.explain(s, machine="tpu")
 
@@ -114,7 +118,7 @@ def test_why_and_doctor_name_the_machine(folder: Path, monkeypatch: pytest.Monke
     path = saved(folder, default_machine("cpu"))
     with lazygt.session(launcher="dry") as s:
         assert "costs" not in str(lazygt.why(s))
-    with lazygt.session(launcher="dry", machine=path) as s:
+    with lazygt.session(launcher="dry", planning=lazygt.Planning(machine=path)) as s:
         told = f"plans are made by those of cpu-generic ({path})"
         assert told in str(lazygt.why(s))
     monkeypatch.delenv("LAZYGT_MACHINE", raising=False)

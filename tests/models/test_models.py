@@ -45,7 +45,7 @@ def test_bit_equal_to_eager(name: str, optimizer: str) -> None:
 def test_bit_equal_on_worker_processes(name: str, workers: int) -> None:
     data = zoo.batches(name, STEPS)
     eager = zoo.train(name, "adamw", data, "cpu")
-    with lazygt.session(workers=workers, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(workers, threads=1)) as s:
         lazy = zoo.train(name, "adamw", data, "lazygt")
         assert len(s.worker_pids) == workers
     assert_same_bits(lazy, eager)

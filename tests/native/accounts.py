@@ -31,6 +31,7 @@ import lazygt
 from lazygt.graph.node import Graph
 from lazygt.graph.source import expand
 from lazygt.runtime.plan import Plan
+from lazygt.settings import grouped
 from tests.models import zoo
 from tests.native import mutations
 from tests.property import positions as position_programs
@@ -61,7 +62,7 @@ def account(task: Task, as_subclasses: bool) -> Account:
     """
     results, errors = [], []
     settings = {"launcher": "inline", "compile": "off", "keep_stages": True, **task.settings}
-    with lazygt.session(**settings) as s:
+    with lazygt.session(**grouped(settings)) as s:
         for program in task.programs:
             try:
                 with like_subclasses() if as_subclasses else nullcontext():

@@ -198,7 +198,9 @@ def main() -> None:
     }  # fmt: skip
     with (
         mock.patch.object(inline, "InlineLink", Recorded),
-        lazygt.session(launcher="inline", plan_code="native", compile="off") as session,
+        lazygt.session(
+            launcher="inline", compile=lazygt.Compile("off", plan_code="native")
+        ) as session,
     ):
         train(session)
         (link,) = Recorded.made

@@ -84,7 +84,7 @@ def test_metas_of_living_tensors_stay() -> None:
 
 def test_a_bounded_trie_owns_the_metas_of_the_plans_that_it_keeps() -> None:
     counts = []
-    with lazygt.session(launcher="inline", compile="off", max_plans=4):
+    with lazygt.session(launcher="inline", compile="off", planning=lazygt.Planning(max_plans=4)):
         for first in (1, 21, 41):
             for number in range(first, first + 20):
                 assert trace(number) == expected(number)

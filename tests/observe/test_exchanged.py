@@ -66,7 +66,7 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("program", [fsdp, replicated, turned])
 def test_workers_send_explained_bytes(program: Callable[[torch.Tensor], object]) -> None:
     """Two workers, and all of it small enough for sockets, which count the payload."""
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         x = lazygt.distribute(torch.randn(32, 64), [lazygt.Shard(0)])
         zero = torch.zeros((), dtype=torch.int64)
         assert lazygt.apply(sent, zero).item() == 0

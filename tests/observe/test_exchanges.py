@@ -61,7 +61,7 @@ def test_runs_of_several_ranks_are_added_up() -> None:
 
 
 def test_a_profile_of_two_workers_has_their_collectives() -> None:
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         train(1)
         s.synchronize()
         with lazygt.profile(s) as timeline:

@@ -25,6 +25,7 @@ from lazygt.observe.report import LineCost, PlanCost, Report, shown
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse, candidates
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.worker.inline import MOST_ZEROS
+from lazygt.settings import grouped
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -267,7 +268,7 @@ def test_a_plan_explains_itself() -> None:
 
 def test_reported_gains_are_those_of_fusion_pass() -> None:
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 8))
-    with lazygt.session(**explaining.DRY) as s:
+    with lazygt.session(**grouped(explaining.DRY)) as s:
         model.to("lazygt")
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):

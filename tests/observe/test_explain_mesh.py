@@ -21,6 +21,7 @@ from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.graph.text import parse_graph
 from lazygt.machine import collective_seconds, default_machine, on_hosts
 from lazygt.observe.report import AlternativeRow, Report
+from lazygt.settings import grouped
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -207,7 +208,9 @@ def test_axis_between_hosts_has_cost_of_its_link(monkeypatch: pytest.MonkeyPatch
     mesh = VirtualMesh.of(Mesh.parse("data=2,model=2"), None)
     machine = on_hosts(default_machine("cpu"), mesh, [2, 2])
     monkeypatch.setattr(sys.modules["lazygt.session"], "_find_machine", lambda _: machine)
-    with lazygt.session(launcher="dry", mesh={"data": 2, "model": 2}, keep_stages=True) as s:
+    with lazygt.session(
+        launcher="dry", mesh={"data": 2, "model": 2}, planning=lazygt.Planning(keep_stages=True)
+    ) as s:
         for axis in (0, 1):
             x = torch.ones(1024, 64)
             placements = [Replicate(), Replicate()]
@@ -231,7 +234,7 @@ def test_dry_session_plans_match_worker_session() -> None:
     """The dry session plans what the real one does."""
     digests = []
     for settings in (explaining.DRY, {"threads": 1}):
-        with lazygt.session(mesh={"data": 2}, **settings) as s:
+        with lazygt.session(**grouped({"mesh": {"data": 2}, **settings})) as s:
             x = lazygt.distribute(torch.ones(8, 4), [Shard(0)])
             s.flush()
             y = (x @ x.T).relu()

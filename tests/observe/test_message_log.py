@@ -21,7 +21,7 @@ def logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, lazyg
     """The log of a session that has read three sums, and that session."""
     path = tmp_path / "log"
     monkeypatch.setenv("LAZYGT_LOG", str(path))
-    with lazygt.session(workers=1, threads=1, recover="off") as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1), recovery="off") as s:
         x = torch.ones(8)
         for number in range(3):
             (x + number).sum().item()

@@ -89,7 +89,7 @@ def test_a_step_names_op_line_and_results() -> None:
 
 
 def test_each_worker_shows_the_steps_of_its_own_plan() -> None:
-    with lazygt.session(mesh={"pipe": 2}, threads=1, compile="off") as s:
+    with lazygt.session(mesh={"pipe": 2}, workers=lazygt.Workers(threads=1), compile="off") as s:
         first, last = nn.Linear(4, 4), nn.Linear(4, 2)
         lazygt.stage(first, 0)
         lazygt.stage(last, 1)
@@ -161,7 +161,7 @@ def test_ended_profile_adds_no_bytes_to_messages() -> None:
     run = Run(7, b"0" * 16, 3)
     assert wire.unpack(encode(run)[0], list) == [2, 7, b"0" * 16, 3]
     assert wire.unpack(encode(Done(7))[0], list) == [3, 7]
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         before = _messages(s)
         with lazygt.profile(s) as p:
             _train(2)

@@ -15,6 +15,7 @@ from torch import nn
 
 import lazygt
 from lazygt.graph.text import parse_graph
+from lazygt.settings import grouped
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -103,7 +104,7 @@ def test_the_log_has_a_line_a_message(
 ) -> None:
     path = tmp_path / "log"
     monkeypatch.setenv("LAZYGT_LOG", str(path))
-    with lazygt.session(**settings) as s:
+    with lazygt.session(**grouped(settings)) as s:
         (torch.ones(3) + 1).tolist()
         s.synchronize()
         stats = s.stats()
@@ -171,7 +172,7 @@ def test_invalid_settings_are_refused(
     settings: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        lazygt.session(**settings)
+        lazygt.session(**grouped(settings))
 
 
 def test_an_old_name_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +187,7 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with lazygt.session() as s:
         assert torch.zeros(1).device.type == "cpu"
         assert s.config.launcher == "inline"
-    with lazygt.session(default_device=True):
+    with lazygt.session(tracing=lazygt.Tracing(default_device=True)):
         assert torch.zeros(1).device.type == "lazygt"
     monkeypatch.setenv("LAZYGT_MAX_GRAPH_NODES", "many")
     with pytest.raises(ValueError, match="LAZYGT_MAX_GRAPH_NODES='many'"):

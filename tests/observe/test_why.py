@@ -218,7 +218,7 @@ def test_a_session_says_nothing_before_it_does_something(s: lazygt.Session) -> N
 
 
 def test_stages_of_a_plan() -> None:
-    with lazygt.session(launcher="inline", keep_stages=True) as s:
+    with lazygt.session(launcher="inline", planning=lazygt.Planning(keep_stages=True)) as s:
         (torch.ones(3).exp() + 1).tolist()
         assert s.plans() == [s.last_plan]
         names = [name for name, _ in s.stages(s.last_plan)]
@@ -233,14 +233,16 @@ def test_stages_that_are_not_kept(s: lazygt.Session) -> None:
     with pytest.raises(ValueError, match=r"lazygt.session\(keep_stages=True\)"):
         s.stages(plan)
     with (
-        lazygt.session(launcher="inline", keep_stages=True) as other,
+        lazygt.session(launcher="inline", planning=lazygt.Planning(keep_stages=True)) as other,
         pytest.raises(ValueError, match=rf"keeps no plan {plan.digest.hex()[:12]}; see plans\(\)"),
     ):
         other.stages(plan)
 
 
 def test_stages_go_with_their_plans() -> None:
-    with lazygt.session(launcher="inline", keep_stages=True, max_plans=4) as s:
+    with lazygt.session(
+        launcher="inline", planning=lazygt.Planning(keep_stages=True, max_plans=4)
+    ) as s:
         for width in range(1, 20):
             torch.ones(width).sum().item()
             if width == 1:

@@ -31,7 +31,9 @@ def sent(
     ranks: int, lay: Callable[[nn.Module], object], backward: bool = False
 ) -> list[tuple[str, int]]:
     """The collectives of a training forward, or of what comes after it too."""
-    with lazygt.session(launcher="dry", mesh={"data": ranks}, keep_stages=True) as s:
+    with lazygt.session(
+        launcher="dry", mesh={"data": ranks}, planning=lazygt.Planning(keep_stages=True)
+    ) as s:
         model = network()
         lay(model)
         x = lazygt.distribute(torch.randn(SAMPLES, 3, 16, 16), {"data": Shard(0)})
@@ -120,7 +122,7 @@ def test_local_statistics_are_those_of_ddp(momentum: float | None) -> None:
         return model
 
     expected = train(made(), lambda x: x, as_ddp)
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         model = lazygt.data_parallel(made())
         lazygt.local_batch_norm(model)
         model = copy.deepcopy(model)  # copies are local too, with statistics of their own

@@ -15,6 +15,7 @@ import lazygt
 from lazygt.graph.collectives import communications
 from lazygt.parallel.fsdp import fsdp_units
 from lazygt.record.tensor import storage_of
+from lazygt.settings import grouped
 from tests.sharding.counting import GPT, Block
 
 WORDS, DIM = 20, 32
@@ -92,7 +93,7 @@ def test_a_cap_that_is_asked_for_holds_for_gathers_and_for_reductions(
 ) -> None:
     asked = {"bucket_cap_mb": cap}
     with lazygt.session(
-        launcher="dry", mesh={"data": 2}, **(asked if by == "session" else {})
+        **grouped({"launcher": "dry", "mesh": {"data": 2}, **(asked if by == "session" else {})})
     ) as s:
         layers = [m for _ in range(8) for m in (nn.Linear(512, 512, bias=False), nn.ReLU())]
         model = nn.Sequential(*layers)
@@ -128,7 +129,9 @@ def test_the_first_call_that_takes_a_parameter_counts(session: lazygt.Session) -
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 4}], ids=str)
 def test_workers_exchange_counted_bytes(mesh: Mapping[str, int]) -> None:
-    with lazygt.session(mesh=mesh, threads=1, keep_stages=True) as s:
+    with lazygt.session(
+        mesh=mesh, workers=lazygt.Workers(threads=1), planning=lazygt.Planning(keep_stages=True)
+    ) as s:
         torch.manual_seed(3)
         model = lazygt.fully_shard(Block(DIM, 16))
         opt = torch.optim.AdamW(model.parameters(), lr=0.01)

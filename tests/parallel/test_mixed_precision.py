@@ -69,7 +69,7 @@ def by_fsdp2(place: Path, ranks: int, policy: str, microbatches: int) -> dict[st
 def test_training_gives_the_bits_of_fsdp2(
     tmp_path: Path, ranks: int, policy: str, microbatches: int
 ) -> None:
-    with lazygt.session(mesh={"data": ranks}, threads=1, compile="off"):
+    with lazygt.session(mesh={"data": ranks}, workers=lazygt.Workers(threads=1), compile="off"):
         model = trained(
             lambda module: lazygt.fully_shard(module, wrap="one", mp_policy=POLICIES[policy]),
             lambda batch: lazygt.distribute(batch.clone(), {"data": S0}),

@@ -53,7 +53,7 @@ def train(
 def test_training_in_stages_agrees_with_eager(
     make: Callable[[], Any], mesh: Mapping[str, int]
 ) -> None:
-    with lazygt.session(mesh=mesh, threads=1):
+    with lazygt.session(mesh=mesh, workers=lazygt.Workers(threads=1)):
         losses, weights = train(make, mesh)
     eager_losses, eager_weights = train(make, None)
     assert losses == pytest.approx(eager_losses, rel=1e-4)
@@ -65,13 +65,13 @@ def test_dropout_in_stages_matches_eager() -> None:
     def make() -> MLP:
         return MLP(dropout=0.5)
 
-    with lazygt.session(mesh={"pipe": 2}, threads=1):
+    with lazygt.session(mesh={"pipe": 2}, workers=lazygt.Workers(threads=1)):
         losses, _ = train(make, {"pipe": 2}, 2)
     assert losses == pytest.approx(train(make, None, 2)[0], rel=1e-4)
 
 
 def test_stages_have_own_weights_and_send_only_boundary_values() -> None:
-    with lazygt.session(mesh={"pipe": 2}, threads=1) as s:
+    with lazygt.session(mesh={"pipe": 2}, workers=lazygt.Workers(threads=1)) as s:
         model = MLP()
         put_on_stages(model.stages(2))
         opt = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -99,7 +99,7 @@ def test_stages_have_own_weights_and_send_only_boundary_values() -> None:
 
 
 def test_an_evaluation_and_a_loss_that_is_read_every_microbatch() -> None:
-    with lazygt.session(mesh={"pipe": 2}, threads=1):
+    with lazygt.session(mesh={"pipe": 2}, workers=lazygt.Workers(threads=1)):
         torch.manual_seed(3)
         model = MLP()
         put_on_stages(model.stages(2))
@@ -165,13 +165,13 @@ def many_things(staged: bool) -> list[float]:
 
 
 def test_other_uses_of_staged_model_match_unstaged() -> None:
-    with lazygt.session(mesh={"pipe": 2}, threads=1):
+    with lazygt.session(mesh={"pipe": 2}, workers=lazygt.Workers(threads=1)):
         made = many_things(staged=True)
     assert made == pytest.approx(many_things(staged=False), rel=1e-4)
 
 
 def test_a_tensor_on_a_stage() -> None:
-    with lazygt.session(mesh={"pipe": 2}, threads=1) as s:
+    with lazygt.session(mesh={"pipe": 2}, workers=lazygt.Workers(threads=1)) as s:
         x = torch.ones(3, requires_grad=True)
         (lazygt.stage(lazygt.stage(x, 0).exp(), 1) * 2).sum().backward()
         s.flush()
@@ -182,7 +182,7 @@ def test_a_tensor_on_a_stage() -> None:
 
 
 def test_an_op_that_fails_on_one_stage_ends_the_others() -> None:
-    with lazygt.session(mesh={"pipe": 2}, threads=1) as s:
+    with lazygt.session(mesh={"pipe": 2}, workers=lazygt.Workers(threads=1)) as s:
         table = torch.nn.Embedding(4, 3)
         head = torch.nn.Linear(3, 2)
         lazygt.stage(table, 0)

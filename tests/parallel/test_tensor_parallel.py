@@ -141,7 +141,7 @@ def test_layouts_train_as_one_device_does(layout: str, tied: bool) -> None:
         axes = [axis for axis in mesh if axis != "model"]
         return lazygt.distribute(t.to("lazygt"), dict.fromkeys(axes, S0))
 
-    with lazygt.session(mesh=mesh, threads=1):
+    with lazygt.session(mesh=mesh, workers=lazygt.Workers(threads=1)):
         found = train(lambda: lay(gpt(tied)), place)
     expected = train(lambda: gpt(tied), lambda t: t)
     for got, want in zip(found, expected, strict=True):

@@ -82,7 +82,7 @@ def test_tables_of_torch_give_the_numbers_of_one_device(
 ) -> None:
     words = sizes.get("words", 40)
     expected = train(lambda: Llama(**sizes), words, "cpu")
-    with lazygt.session(mesh={"tp": 2}, threads=1) as s:
+    with lazygt.session(mesh={"tp": 2}, workers=lazygt.Workers(threads=1)) as s:
         computed = train(lambda: lay(Llama(**sizes)), words, "lazygt")
         kinds = {one.kind for one in s.last_plan.collectives} if s.last_plan else set()
     assert kinds  # it did run in blocks

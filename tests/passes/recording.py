@@ -9,7 +9,9 @@ from tests.passes.steps import Step, start
 
 def recorded(program: list[Step]) -> list[Graph]:
     """The graphs that a program records after its start, before any pass."""
-    with lazygt.session(launcher="inline", keep_stages=True, check_passes=False) as s:
+    with lazygt.session(
+        launcher="inline", planning=lazygt.Planning(keep_stages=True, check_passes=False)
+    ) as s:
         state = start("lazygt")
         s.flush()
         for step in program:

@@ -64,7 +64,7 @@ def accepted(program: list[Step], state: State) -> list[Step]:
 def recorded(program: list[Step], rows: int, columns: int) -> list[Graph]:
     """The graphs that a program records after its start, before any pass."""
     taken = accepted(program, start("cpu", rows, columns))
-    with lazygt.session(launcher="inline", keep_stages=True) as s:
+    with lazygt.session(launcher="inline", planning=lazygt.Planning(keep_stages=True)) as s:
         state = start("lazygt", rows, columns)
         s.flush()
         for step in taken:

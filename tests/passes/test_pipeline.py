@@ -154,7 +154,7 @@ def test_lines_follow_their_nodes() -> None:
 
 
 def test_a_session_runs_the_pipeline_and_keeps_its_stages() -> None:
-    with lazygt.session(launcher="inline", keep_stages=True) as s:
+    with lazygt.session(launcher="inline", planning=lazygt.Planning(keep_stages=True)) as s:
         x = torch.arange(4.0)
         s.flush()
         y = (torch.ones_like(x) * x).exp() * x.exp()

@@ -158,7 +158,7 @@ def _origins(graph: Graph) -> list[int]:
 @given(programs.PROGRAMS)
 def test_whole_programs_with_gradients(program: list[programs.Step]) -> None:
     """With sync points: every graph between two of them, a data-dependent last node too."""
-    with lazygt.session(launcher="inline", keep_stages=True) as s:
+    with lazygt.session(launcher="inline", planning=lazygt.Planning(keep_stages=True)) as s:
         programs.run(program, "lazygt")
         graphs = [s.stages(plan)[0][1] for plan in s.plans()]
     for graph in graphs:

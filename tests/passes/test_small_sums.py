@@ -104,7 +104,7 @@ def test_ranks_meet_once_an_axis_for_the_norm_of_all_gradients(layout: str, fore
 @pytest.mark.parametrize("layout", ["fsdp of three", "megatron and fsdp"])
 def test_norms_are_those_of_one_device(layout: str, foreach: bool) -> None:
     mesh, lay = LAYOUTS[layout]
-    with lazygt.session(mesh=mesh, threads=1) as s:
+    with lazygt.session(mesh=mesh, workers=lazygt.Workers(threads=1)) as s:
         found = train(lay, placed(mesh), foreach)
         assert met_for_norms(s) == meetings(layout, mesh)
     expected = train(lambda m: m, lambda t: t, foreach)
@@ -116,7 +116,7 @@ def test_norms_are_those_of_one_device(layout: str, foreach: bool) -> None:
 @pytest.mark.parametrize("layout", ["fsdp of three", "megatron and fsdp"])
 def test_sums_of_several_microbatches_are_those_of_one_device(layout: str) -> None:
     mesh, lay = LAYOUTS[layout]
-    with lazygt.session(mesh=mesh, threads=1):
+    with lazygt.session(mesh=mesh, workers=lazygt.Workers(threads=1)):
         found = train(lay, placed(mesh), True, microbatches=3)
     expected = train(lambda m: m, lambda t: t, True, microbatches=3)
     for a, b in zip(found, expected, strict=True):

@@ -412,7 +412,7 @@ def losses(device: str, batches: list[int]) -> list[float]:
 
 def test_a_session_trains_on_varying_batches() -> None:
     batches = [20, 20, 20, 21, 23, 22, 25, 20, 29, 27]
-    with lazygt.session(launcher="inline", check_passes=True) as s:
+    with lazygt.session(launcher="inline", planning=lazygt.Planning(check_passes=True)) as s:
         ours = losses("lazygt", batches)
         assert s._planner.templates.resized >= 5
     assert ours == losses("cpu", batches)

@@ -13,6 +13,7 @@ from lazygt.cli.app import app
 from lazygt.errors import SessionEnded
 from lazygt.pool.pool_client import Pool
 from lazygt.pool.requests import Quota, address, quotas
+from lazygt.settings import grouped
 from tests.pool.serving import SECONDS, Asker, served
 
 pytestmark = pytest.mark.timeout(240)
@@ -143,18 +144,18 @@ def test_a_wrong_file_of_quotas(tmp_path, text, wrong):
 @pytest.mark.parametrize(
     ("settings", "wrong"),
     [
-        ({"on": "host:1", "key": "k"}, "expected 'tcp://HOST:PORT'"),
-        ({"on": "tcp://host:1"}, "needs key=FILE"),
+        ({"pool": "host:1", "key": "k"}, "expected 'tcp://HOST:PORT'"),
+        ({"pool": "tcp://host:1"}, "needs key=FILE"),
         ({"key": "k"}, "say where that listens"),
         ({"detach": True}, "say where that listens"),
-        ({"on": "tcp://host:1", "key": "k", "launcher": "inline"}, "leave launcher="),
-        ({"on": "tcp://host:1", "key": "k", "spares": 1}, "leave launcher="),
-        ({"on": "tcp://host:1", "key": "k", "grace": -1.0}, "expected seconds"),
+        ({"pool": "tcp://host:1", "key": "k", "launcher": "inline"}, "leave launcher="),
+        ({"pool": "tcp://host:1", "key": "k", "spares": 1}, "leave launcher="),
+        ({"pool": "tcp://host:1", "key": "k", "grace": -1.0}, "expected seconds"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, wrong):
     with pytest.raises(ValueError, match=wrong):
-        lazygt.session(**settings)
+        lazygt.session(**grouped(settings))
 
 
 def test_publishing_needs_a_pool():

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CLIENT = """
 import sys, torch, lazygt
 on, key, kind = sys.argv[1:]
-with lazygt.session(on=on, key=key, workers=1, threads=1, start_timeout=200) as session:
+with lazygt.session(pool=lazygt.PoolAccess(on, key=key),
+                    workers=lazygt.Workers(1, threads=1, start_timeout=200)) as session:
     torch.manual_seed(0)
     x = torch.randn(64, 64) / 8
     session.synchronize()
@@ -77,7 +78,7 @@ def test_honest_clients_in_crowd_match_solo_results(tmp_path):
         with Pool(pool.on, pool.server) as server:
             server.drain()
         with pytest.raises(PoolDraining):
-            lazygt.session(on=pool.on, key=pool.key("late"), workers=1)
+            lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("late")), workers=1)
         told = {name: clients[name].stdout.readline() for name in (*HONEST, "slow", "greedy")}
         assert told["greedy"] == "over\n"
         assert len({told[name] for name in (*HONEST, "slow")}) == 1

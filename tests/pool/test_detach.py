@@ -19,7 +19,8 @@ pytestmark = pytest.mark.timeout(240)
 
 DIES = """
 import sys, torch, lazygt
-with lazygt.session(on=sys.argv[1], key=sys.argv[2], workers=1, detach=True) as s:
+with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2], detach=True),
+                    workers=1) as s:
     x = torch.arange(float(10 << 20))
     s.publish("large", {"a": x * 2, "b": x[:7] + 1})
     print(*s.worker_pids, flush=True)
@@ -55,7 +56,7 @@ def test_restarted_client_finds_published_values_and_evicts_old_session(pool):
     assert status(pool, "other")["sessions"] == []
     # it counts for the quota: its place, and its memory with what it has published
     with pytest.raises(OverQuota, match="quota of 1 sessions"):
-        lazygt.session(on=pool.on, key=pool.key("small"), workers=1)
+        lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("small")), workers=1)
     nbytes = (40 << 20) + 28
     with Pool(pool.on, pool.key("small"), SECONDS) as small:
         with pytest.raises(OverQuota) as refused:
@@ -79,7 +80,9 @@ def test_restarted_client_finds_published_values_and_evicts_old_session(pool):
 
 def test_detached_session_ends_at_expiry(tmp_path):
     with served(tmp_path, "--workers", "1", "--expiry", "0.5") as pool:
-        with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1, detach=True) as session:
+        with lazygt.session(
+            pool=lazygt.PoolAccess(pool.on, key=pool.key("alice"), detach=True), workers=1
+        ) as session:
             assert torch.ones(3).sum().item() == 3.0
             (pid,) = session.worker_pids
         pool.until(lambda told: told["free"] == 1)

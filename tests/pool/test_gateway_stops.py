@@ -70,7 +70,9 @@ def test_a_session_outlives_a_gateway_that_is_stopped_for_a_while(tmp_path, monk
             timer = threading.Timer(5.0, pool.process.send_signal, [signal.SIGCONT])
             timer.start()
 
-        with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1) as session:
+        with lazygt.session(
+            pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1
+        ) as session:
             steps(told, 3, pause)
             assert not session.recoveries
         assert len(asked) >= 1
@@ -84,7 +86,9 @@ def test_permanently_stopped_gateway_is_error_for_waiting_client(tmp_path, monke
     with served(tmp_path, "--workers", "1") as pool:
 
         def work():
-            session = lazygt.session(on=pool.on, key=pool.key("alice"), workers=1, grace=1.0)
+            session = lazygt.session(
+                pool=lazygt.PoolAccess(pool.on, key=pool.key("alice"), grace=1.0), workers=1
+            )
             with session:
                 steps(told, 3, lambda: (workers.extend(workers_of(session)), stop(pool)))
 
@@ -98,7 +102,10 @@ def test_permanently_stopped_gateway_is_error_for_waiting_client(tmp_path, monke
             with pytest.raises((ConnectionLost, PoolError)):
                 Pool(pool.on, pool.server, timeout=1.0).status()
             with pytest.raises((ConnectionLost, PoolError)):
-                lazygt.session(on=pool.on, key=pool.key("bob"), workers=1, start_timeout=1.0)
+                lazygt.session(
+                    pool=lazygt.PoolAccess(pool.on, key=pool.key("bob")),
+                    workers=lazygt.Workers(1, start_timeout=1.0),
+                )
         finally:
             pool.process.send_signal(signal.SIGCONT)
         pool.until(lambda status: status["free"] == 1)
@@ -159,7 +166,9 @@ def test_a_killed_gateway_is_an_error_and_leaves_nothing(tmp_path):
         workers = []
 
         def work():
-            session = lazygt.session(on=pool.on, key=pool.key("alice"), workers=2)
+            session = lazygt.session(
+                pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=2
+            )
             with session:
                 steps([], 2, lambda: kill(session))
 

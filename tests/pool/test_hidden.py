@@ -87,7 +87,9 @@ def test_a_hidden_pool_serves_as_any_other(tmp_path: Path) -> None:
     """The kernel gives what belongs to a process that hides to root."""
     with (
         served(tmp_path, "--workers", "1", "--hidden") as pool,
-        lazygt.session(on=pool.on, key=pool.key("alice"), workers=1) as session,
+        lazygt.session(
+            pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1
+        ) as session,
     ):
         assert (torch.ones(3) + 1).sum().item() == 6.0
         (pid,) = session.worker_pids

@@ -71,7 +71,9 @@ def pool(tmp_path_factory):
 @contextmanager
 def honest(pool):
     """A client whose session is as it was afterwards, and the places of all others free."""
-    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1) as session:
+    with lazygt.session(
+        pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1
+    ) as session:
         value = torch.arange(8.0)
         assert value.sum().item() == 28.0
         yield session
@@ -256,7 +258,7 @@ def test_unfinished_handshakes_block_nobody(pool):
         slow = [socket.create_connection((address[0], int(address[1]))) for _ in range(100)]
         for number, line in enumerate(slow):
             line.send(b"\xff\0\0\0\0\0\0\0\1\x7f"[: number % 10])
-        with lazygt.session(on=pool.on, key=pool.key("bob"), workers=1):
+        with lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("bob")), workers=1):
             assert torch.ones(3).sum().item() == 3.0
         for line in slow:
             line.close()

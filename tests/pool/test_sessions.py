@@ -57,13 +57,14 @@ CLIENT = (
     + """
 import hashlib, sys, torch, lazygt
 from torch import nn
-with lazygt.session(on=sys.argv[1], key=sys.argv[2], workers=int(sys.argv[3])) as s:
+with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2]),
+                    workers=int(sys.argv[3])) as s:
     print(train(torch, nn, hashlib), *s.worker_pids, flush=True)
 """
 )
 HOLDS = """
 import sys, torch, lazygt
-with lazygt.session(on=sys.argv[1], key=sys.argv[2], workers=1) as s:
+with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2]), workers=1) as s:
     kept = torch.ones(int(sys.argv[3]) << 18)
     s.synchronize()
     print(*s.worker_pids, flush=True)
@@ -95,7 +96,9 @@ def test_two_concurrent_clients_match_local_results(pool):
     with lazygt.session(workers=2):
         at_home = digest()
     other = start_client(CLIENT, pool.on, pool.key("bob"), 2)
-    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=2) as session:
+    with lazygt.session(
+        pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=2
+    ) as session:
         assert digest() == at_home
         mine = set(session.worker_pids)
     told, *theirs = other.stdout.readline().split()
@@ -109,7 +112,7 @@ def test_two_concurrent_clients_match_local_results(pool):
 
 
 def test_the_memory_of_a_killed_client_is_free_soon_and_nobody_else_sees_anything(pool):
-    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1):
+    with lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1):
         kept = torch.arange(1000.0)
         victim = start_client(HOLDS, pool.on, pool.key("victim"), 64)
         pids = [int(pid) for pid in victim.stdout.readline().split()]
@@ -130,7 +133,7 @@ def test_the_memory_of_a_killed_client_is_free_soon_and_nobody_else_sees_anythin
 
 
 def test_answers_do_not_wait_for_the_gateways_next_look(pool):
-    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1):
+    with lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1):
         value = torch.ones(3)
         assert value.sum().item() == 3.0
         begin = time.monotonic()
@@ -141,7 +144,9 @@ def test_answers_do_not_wait_for_the_gateways_next_look(pool):
 
 
 def test_a_session_recovers_from_the_death_of_its_worker(pool):
-    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1) as session:
+    with lazygt.session(
+        pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1
+    ) as session:
         value = torch.arange(10.0)
         assert value.sum().item() == 45.0
         os.kill(session.worker_pids[0], signal.SIGKILL)
@@ -151,7 +156,9 @@ def test_a_session_recovers_from_the_death_of_its_worker(pool):
 
 
 def test_the_device_is_the_pools(pool):
-    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1, device="cuda") as session:
+    with lazygt.session(
+        pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1, device="cuda"
+    ) as session:
         assert session.device_type == session.config.device == "cpu"
         assert session.machine.device == "cpu"
         assert torch.randn(4).abs().sum().item() > 0
@@ -159,7 +166,7 @@ def test_the_device_is_the_pools(pool):
 
 def test_a_gang_that_can_never_fit_is_refused_at_once(pool):
     with pytest.raises(GangTooLarge, match=r"5 worker\(s\) can never fit: the pool has 4"):
-        lazygt.session(on=pool.on, key=pool.key("alice"), workers=5)
+        lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=5)
     all_free(pool)
 
 
@@ -169,7 +176,7 @@ def test_a_full_pool_queues_and_then_refuses(pool):
     waiting = [Asker(pool, "bob", 1), Asker(pool, "carol", 4)]
     assert [asker.told() for asker in waiting] == [Waits(0), Waits(1)]
     with pytest.raises(PoolFull, match=r"2 session\(s\) wait already") as refused:
-        lazygt.session(on=pool.on, key=pool.key("dora"), workers=1)
+        lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("dora")), workers=1)
     assert refused.value.waiting == 2
     first.close()
     assert isinstance(waiting[0].told(), Admitted)
@@ -183,7 +190,10 @@ def test_start_timeout_names_sessions_ahead(pool):
     first = Asker(pool, "alice", 4)
     first.told()
     with pytest.raises(PoolError, match=r"no 1 worker\(s\) free within 0.5 s: 0 session"):
-        lazygt.session(on=pool.on, key=pool.key("bob"), workers=1, start_timeout=0.5)
+        lazygt.session(
+            pool=lazygt.PoolAccess(pool.on, key=pool.key("bob")),
+            workers=lazygt.Workers(1, start_timeout=0.5),
+        )
     pool.until(lambda status: len(status["sessions"]) == 1)
     first.close()
     all_free(pool)
@@ -191,11 +201,11 @@ def test_start_timeout_names_sessions_ahead(pool):
 
 def test_a_quota_of_workers_and_of_sessions(pool):
     with pytest.raises(OverQuota, match="quota of 1 workers: this session takes 2"):
-        lazygt.session(on=pool.on, key=pool.key("small"), workers=2)
+        lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("small")), workers=2)
     first = Asker(pool, "small", 1)
     first.told()
     with pytest.raises(OverQuota, match="quota of 1 sessions"):
-        lazygt.session(on=pool.on, key=pool.key("small"), workers=1)
+        lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("small")), workers=1)
     first.close()
     all_free(pool)
 
@@ -204,7 +214,7 @@ def test_memory_quota_error_names_numbers(pool):
     kept = []
 
     def fill():
-        with lazygt.session(on=pool.on, key=pool.key("small"), workers=1):
+        with lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("small")), workers=1):
             while True:
                 kept.append(torch.ones(16 << 18))
                 kept[-1].sum().item()
@@ -218,7 +228,9 @@ def test_memory_quota_error_names_numbers(pool):
 
 def test_published_values_outlive_their_session_and_others_do_not_see_them(pool):
     model = nn.Linear(4, 3)
-    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1) as session:
+    with lazygt.session(
+        pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1
+    ) as session:
         session.publish("weights", torch.arange(6.0).reshape(2, 3).t() * 2)
         session.publish("everybody", {"a": torch.ones(2, dtype=torch.bfloat16)}, shared=True)
     all_free(pool)
@@ -271,7 +283,9 @@ def test_publishing_counts_for_the_quota(pool):
 
 
 def test_detached_session_runs_until_evicted(pool):
-    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1, detach=True) as session:
+    with lazygt.session(
+        pool=lazygt.PoolAccess(pool.on, key=pool.key("alice"), detach=True), workers=1
+    ) as session:
         session.publish("later", torch.ones(3))
         (pid,) = session.worker_pids
     pool.until(lambda status: [r["state"] for r in status["sessions"]] == ["alone"])
@@ -294,7 +308,7 @@ def test_detached_session_runs_until_evicted(pool):
 
 def test_an_evicted_session_is_told(pool):
     def work():
-        with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1):
+        with lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1):
             value = torch.ones(3)
             assert value.sum().item() == 3.0
             rows.extend(pool.sessions("alice"))
@@ -313,15 +327,23 @@ def test_an_evicted_session_is_told(pool):
 def test_a_key_of_another_pool_and_one_that_was_revoked_and_no_pool_at_all(pool, tmp_path):
     Keyring(tmp_path / "other").new("alice").write(tmp_path / "alice.key")
     with pytest.raises(AccessDenied):
-        lazygt.session(on=pool.on, key=tmp_path / "alice.key", start_timeout=SECONDS)
+        lazygt.session(
+            pool=lazygt.PoolAccess(pool.on, key=tmp_path / "alice.key"),
+            workers=lazygt.Workers(start_timeout=SECONDS),
+        )
     eve = pool.key("eve")
     pool.ring.revoke("eve")
     with pytest.raises(AccessDenied):
-        lazygt.session(on=pool.on, key=eve, start_timeout=SECONDS)
+        lazygt.session(
+            pool=lazygt.PoolAccess(pool.on, key=eve), workers=lazygt.Workers(start_timeout=SECONDS)
+        )
     with pytest.raises(ConnectionLost):
-        lazygt.session(on="tcp://127.0.0.1:9", key=eve, start_timeout=0.5)
+        lazygt.session(
+            pool=lazygt.PoolAccess("tcp://127.0.0.1:9", key=eve),
+            workers=lazygt.Workers(start_timeout=0.5),
+        )
     with pytest.raises(SecurityError, match="there is no "):
-        lazygt.session(on=pool.on, key=tmp_path / "nothing.key")
+        lazygt.session(pool=lazygt.PoolAccess(pool.on, key=tmp_path / "nothing.key"))
     all_free(pool)
 
 
@@ -353,7 +375,7 @@ def test_invalid_client_messages_are_refused(pool):
 
 
 def test_nonsense_ends_the_connection_that_says_it_and_nothing_else(pool):
-    with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1):
+    with lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1):
         value = torch.ones(3)
         assert value.sum().item() == 3.0
         for frames in ([b""], [b"\x91\xcc"], [b"\x91\x20"], [b"\x91\x23"], [b"\x93" * 40]):
@@ -388,7 +410,9 @@ def test_a_pool_that_is_drained_ends_with_its_last_session(tmp_path):
 
 def test_a_pool_that_ends_ends_its_workers_and_tells_their_client(tmp_path):
     def work():
-        with lazygt.session(on=pool.on, key=pool.key("alice"), workers=1) as session:
+        with lazygt.session(
+            pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1
+        ) as session:
             value = torch.ones(3)
             assert value.sum().item() == 3.0
             (pid,) = session.worker_pids
@@ -416,9 +440,11 @@ def test_failed_messages_of_another_version_are_still_errors():
 def test_pool_caches_compiled_code_per_client(tmp_path, monkeypatch):
     monkeypatch.setenv("LAZYGT_CACHE_DIR", str(tmp_path / "mine"))
     with served(tmp_path, "--workers", "2") as pool:
-        with lazygt.session(on=pool.on, key=pool.key("alice"), workers=2, compile="now") as session:
+        with lazygt.session(
+            pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=2, compile="now"
+        ) as session:
             found = compiled_chain(session)
-        with lazygt.session(workers=2, compile="now", threads=1) as session:
+        with lazygt.session(workers=lazygt.Workers(2, threads=1), compile="now") as session:
             expected = compiled_chain(session)
     assert torch.equal(found, expected)
     there = list((tmp_path / "cache" / "clients").glob("*/*.so"))
@@ -441,7 +467,7 @@ def compiled_chain(session: lazygt.Session) -> torch.Tensor:
 def test_flags_of_torch_hold_in_a_pool_for_the_client_that_set_them(pool) -> None:
     tiny = 2.0**-1022  # of float64: half of it is a denormal number
     try:
-        with lazygt.session(on=pool.on, key=pool.key("anna"), workers=1) as s:
+        with lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("anna")), workers=1) as s:
             x = torch.full((3,), tiny, dtype=torch.float64)
             kept = x * 0.5
             torch.set_flush_denormal(True)

@@ -21,7 +21,7 @@ BOTH = [signal.SIGINT, signal.SIGTERM]
 STEPS = """
 import sys, torch, lazygt
 try:
-    with lazygt.session(on=sys.argv[1], key=sys.argv[2], workers=2) as session:
+    with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2]), workers=2) as session:
         value = torch.ones(1 << 18)
         session.synchronize()
         print(*session.worker_pids, flush=True)

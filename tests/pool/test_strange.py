@@ -17,7 +17,8 @@ pytestmark = pytest.mark.timeout(240)
 CLIENT = """
 import sys, torch, lazygt
 try:
-    with lazygt.session(on=sys.argv[1], key=sys.argv[2], workers=1, start_timeout=100.0) as session:
+    with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2]),
+                        workers=lazygt.Workers(1, start_timeout=100.0)) as session:
         print((torch.arange(4.0) * 2).sum().item(), len(session.recoveries))
 except lazygt.LazyGTError as error:
     print(type(error).__name__, error)

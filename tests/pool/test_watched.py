@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(240)
 
 CLIENT = """
 import sys, torch, lazygt
-with lazygt.session(on=sys.argv[1], key=sys.argv[2]):
+with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2])):
     print(torch.ones(3).sum().item(), flush=True)
     sys.stdin.read()
 """
@@ -46,7 +46,8 @@ def pool(tmp_path_factory):
 @pytest.fixture
 def session(pool):
     with lazygt.session(
-        on=pool.on, key=pool.key("alice"), workers=2, frozen_after=200.0
+        pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")),
+        workers=lazygt.Workers(2, frozen_after=200.0),
     ) as session:
         yield session
 

@@ -40,7 +40,7 @@ def test_native_and_generated_code_give_the_same_bits(program: list[Step]) -> No
 
 @given(PROGRAMS, st.integers(1, 6))
 def test_flush_points_change_nothing(program: list[Step], length: int) -> None:
-    with lazygt.session(launcher="inline", max_graph_nodes=length):
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(max_graph_nodes=length)):
         assert_same(run(program, "lazygt"), run(program, "cpu"))
 
 

@@ -133,7 +133,7 @@ def test_device_contexts_and_default_device(s: lazygt.Session) -> None:
 
 
 def test_default_device_off() -> None:
-    with lazygt.session(launcher="inline", default_device=False):
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(default_device=False)):
         assert torch.zeros(2).device.type == "cpu"
         assert torch.zeros(2, device="lazygt").device.type == "lazygt"
         with torch.device("lazygt"):

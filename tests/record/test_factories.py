@@ -58,7 +58,7 @@ def test_factory_is_lazy_only_inside_session(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKES)
 def test_factory_is_eager_without_default_device(name: str) -> None:
-    with lazygt.session(launcher="inline", default_device=False):
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(default_device=False)):
         assert MAKES[name]().device.type == "cpu"
 
 

@@ -16,7 +16,7 @@ GROUP = "0"  # torch's name of the default group
 @pytest.mark.timeout(120)
 def test_workers_on_cpus_have_no_process_group_of_torchs() -> None:
     assert functional_collectives is not None  # importing it registers the ops
-    with lazygt.session(workers=2, threads=1):
+    with lazygt.session(workers=lazygt.Workers(2, threads=1)):
         x = torch.full((4,), 3.0)
         total = functional.all_reduce(x, "sum", GROUP)
         with pytest.raises(lazygt.ExecutionError, match=r"place values with lazygt\.distribute"):

@@ -195,6 +195,6 @@ def test_default_stream_and_own_streams_interleave(device: str) -> None:
         return [t.cpu() for t in out]
 
     expected = turns(torch.Generator().manual_seed(9), "cpu")
-    with lazygt.session(workers=1, threads=1):
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)):
         ours = turns(torch.Generator(device).manual_seed(9), "lazygt")
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))

@@ -50,7 +50,9 @@ def test_used_or_empty_session_gives_no_warning(
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", lazygt.IdleWarning)
-        with lazygt.session(launcher="inline", default_device=default_device):
+        with lazygt.session(
+            launcher="inline", tracing=lazygt.Tracing(default_device=default_device)
+        ):
             torch.ones(2).sum()
             train(device, steps)
 
@@ -170,7 +172,7 @@ def test_a_session_that_was_of_use_or_had_nothing_to_do_says_nothing(
         warnings.simplefilter("error", lazygt.IdleWarning)
         with lazygt.session(launcher="inline"):
             work()
-        with lazygt.session(launcher="inline", default_device=False):
+        with lazygt.session(launcher="inline", tracing=lazygt.Tracing(default_device=False)):
             multiply()
 
 

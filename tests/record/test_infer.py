@@ -70,7 +70,7 @@ def test_first_run_sums_in_the_order_of_the_kernels_strides(
     monkeypatch.delitem(meta_kernels._EVERYWHERE, "aten.softplus_backward.default")
     monkeypatch.setattr(Submitter, "_learn_layouts", lambda submitter: None)
     expected = _summed("cpu")
-    with lazygt.session(launcher="inline", compile="off", plan_code=code) as s:
+    with lazygt.session(launcher="inline", compile=lazygt.Compile("off", plan_code=code)) as s:
         s.flush()
         for _ in range(3):  # checked, then as code
             found = _summed("lazygt")

@@ -133,7 +133,7 @@ def test_the_last_batch_of_a_loader_is_one_miss(passed: Counter[str]) -> None:
 
     built: list[int] = []
     ran: list[int] = []
-    with lazygt.session(launcher="inline", default_device=False) as s:
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(default_device=False)) as s:
         ours = epochs("lazygt")
     assert built[2] == built[1]
     assert ran[2] == ran[1]

@@ -169,7 +169,7 @@ def test_a_loop_that_is_cut_into_traces_is_two_plans() -> None:
     """They begin with other turns every time."""
     x = start("cpu")
     eager = sum(x[i % SIZE] for i in range(400))
-    with lazygt.session(launcher="inline", max_graph_nodes=60) as s:
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(max_graph_nodes=60)) as s:
         x = start("lazygt")
         total = torch.zeros(4)
         for i in range(400):

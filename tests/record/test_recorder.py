@@ -57,7 +57,7 @@ def test_a_thousand_steps_are_four_plans() -> None:
 
 
 def test_a_steady_step_is_one_small_message() -> None:
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         trained(s, 5)
         before = s.stats()
         params = len(s.last_plan.graph.params)
@@ -133,7 +133,7 @@ def test_an_input_that_dies_is_freed_with_its_own_run() -> None:
 
 @pytest.mark.parametrize("body", [7, 30])
 def test_an_over_long_loop_is_cut_at_a_place_that_comes_again(body: int) -> None:
-    with lazygt.session(launcher="inline", max_graph_nodes=100) as s:
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(max_graph_nodes=100)) as s:
         x = torch.ones(4)
         for k in range(200):
             for _ in range(body):
@@ -146,7 +146,7 @@ def test_an_over_long_loop_is_cut_at_a_place_that_comes_again(body: int) -> None
 
 
 def test_caches_are_bounded() -> None:
-    with lazygt.session(launcher="inline", max_plans=4) as s:
+    with lazygt.session(launcher="inline", planning=lazygt.Planning(max_plans=4)) as s:
         for width in range(1, 40):
             assert torch.ones(width).sum().item() == width
         assert len(s.plans()) <= 4
@@ -162,7 +162,7 @@ def long_chain(width: int) -> float:
 
 
 def test_plans_are_bounded_by_their_memory() -> None:
-    with lazygt.session(launcher="inline", max_plan_bytes=1_000_000) as s:
+    with lazygt.session(launcher="inline", planning=lazygt.Planning(max_plan_bytes=1_000_000)) as s:
         for width in range(1, 9):
             long_chain(width)
         assert len(s.plans()) == 3
@@ -357,7 +357,9 @@ MIXED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_ops_with_cpu_tensors_are_known_the_next_time(name: str) -> None:
     given = torch.tensor([[1.0, -2.0], [3.0, 4.0], [-5.0, 6.0]], device="cpu")
     expected = MIXED[name](given).sum().item()
-    with lazygt.session(launcher="inline", compile="off", default_device=False) as s:
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(default_device=False)
+    ) as s:
         x = given.to("lazygt")
         assert MIXED[name](x).sum().item() == expected
         built = s.stats()["plans_built"]

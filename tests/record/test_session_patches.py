@@ -121,7 +121,7 @@ def test_threads_of_the_program_reach_workers_unless_the_session_says(session: S
     assert threads_of_workers() == THREADS + 1
     torch.set_num_threads(THREADS)
     assert threads_of_workers() == before
-    with lazygt.session(threads=1):
+    with lazygt.session(workers=lazygt.Workers(threads=1)):
         torch.set_num_threads(THREADS + 1)
         assert threads_of_workers() == 1
 
@@ -259,7 +259,9 @@ def test_runs_that_alternate_between_flags_take_two_plans(session: Session) -> N
 
 
 def test_replayed_runs_have_the_flags_that_they_had() -> None:
-    with lazygt.session(threads=1, snapshot_cost=1e-6) as s:
+    with lazygt.session(
+        workers=lazygt.Workers(threads=1), recovery=lazygt.Recovery(snapshot_cost=1e-6)
+    ) as s:
         x = torch.full((3,), TINY, dtype=torch.float64)
         kept = x * 0.5
         torch.set_flush_denormal(True)
@@ -276,7 +278,7 @@ def test_replayed_runs_have_the_flags_that_they_had() -> None:
 
 
 def test_all_workers_of_a_sharded_session_have_the_flags() -> None:
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         x = lazygt.distribute(torch.full((4,), TINY, dtype=torch.float64), [Shard(0)])
         kept = x * 0.5
         torch.set_flush_denormal(True)

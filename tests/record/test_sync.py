@@ -124,7 +124,7 @@ def test_shipping_does_not_wait(ship: Callable[[lazygt.Session, torch.Tensor], A
 
 
 def test_the_client_runs_ahead_by_a_bounded_number_of_plans() -> None:
-    with lazygt.session(workers=1, max_ahead=2) as s:
+    with lazygt.session(workers=1, tracing=lazygt.Tracing(max_ahead=2)) as s:
         for _ in range(8):
             _long(50).data
             stats = s.stats()
@@ -144,7 +144,7 @@ def _train(steps: int) -> None:
 
 
 def test_a_step_is_one_plan_without_the_flush_at_backward() -> None:
-    with lazygt.session(launcher="inline", flush_on_backward=False) as s:
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(flush_on_backward=False)) as s:
         _train(3)
         s.synchronize()
         assert "backward" not in s.stats()["flushes"]
@@ -177,7 +177,7 @@ def _loop(steps: int) -> list[float]:
 
 def test_a_failed_op_leaves_no_trace_too_long() -> None:
     """What it has taken in counts, and what comes next cuts it, though that is no op itself."""
-    with lazygt.session(launcher="inline", max_graph_nodes=4) as s:
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(max_graph_nodes=4)) as s:
         x, *others = (torch.ones(size, device="cpu").to("lazygt") for size in (2, 3, 4, 5))
         doubled = x * 2
         for other in others:
@@ -193,7 +193,7 @@ def test_over_long_traces_flush_where_they_come_again() -> None:
     expected = torch.ones(16, device="cpu")
     for _ in range(200):
         expected = (expected * 1.5 - 0.25).sin()
-    with lazygt.session(launcher="inline", max_graph_nodes=40) as s:
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(max_graph_nodes=40)) as s:
         assert _loop(200) == expected.tolist()
         stats = s.stats()
         assert stats["flushes"]["trace too long"] >= 15
@@ -202,7 +202,7 @@ def test_over_long_traces_flush_where_they_come_again() -> None:
 
 
 def test_traces_are_bounded_by_the_bytes_that_they_hold() -> None:
-    with lazygt.session(launcher="inline", max_graph_bytes=64 * 40) as s:
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(max_graph_bytes=64 * 40)) as s:
         _loop(200)
         assert s.stats()["flushes"] == {"to cpu": 1}, "what is dead holds nothing"
         x, kept = torch.ones(16), []
@@ -214,7 +214,7 @@ def test_traces_are_bounded_by_the_bytes_that_they_hold() -> None:
 
 
 def test_values_saved_by_autograd_count_as_held() -> None:
-    with lazygt.session(launcher="inline", max_graph_bytes=64 * 40) as s:
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(max_graph_bytes=64 * 40)) as s:
         x = torch.ones(16, requires_grad=True)
         for _ in range(100):
             x = x.sin()
@@ -222,7 +222,7 @@ def test_values_saved_by_autograd_count_as_held() -> None:
 
 
 def test_inputs_updated_in_place_do_not_count_for_trace_bytes() -> None:
-    with lazygt.session(launcher="inline", max_graph_bytes=64 * 4) as s:
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(max_graph_bytes=64 * 4)) as s:
         weights = [torch.ones(16) for _ in range(3)]
         s.flush()
         for _ in range(50):
@@ -236,7 +236,7 @@ def test_the_bound_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     with lazygt.session(launcher="inline") as s:
         _loop(100)
         assert s.stats()["flushes"]["trace too long"] >= 5
-    with lazygt.session(launcher="inline", max_graph_nodes=10_000) as s:
+    with lazygt.session(launcher="inline", tracing=lazygt.Tracing(max_graph_nodes=10_000)) as s:
         _loop(100)
         assert "trace too long" not in s.stats()["flushes"]
 

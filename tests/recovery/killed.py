@@ -33,6 +33,7 @@ import lazygt
 from lazygt.recovery import recover
 from lazygt.runtime.compiling import compiler
 from lazygt.runtime.executors.compiled import Record
+from lazygt.settings import grouped
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, chaotic, digest
 from tests.support import forking
 
@@ -171,11 +172,11 @@ def main() -> None:
         settings["mesh"] = dict.fromkeys(settings["mesh"], given.workers)
     steps = given.steps or max(given.kills * 2 // 5, 4)
     for _ in range(1 if given.compile == "off" else 2):  # the first one fills the compiler's cache
-        with lazygt.session(**settings) as session:
+        with lazygt.session(**grouped(settings)) as session:
             expected = train(session, layout, steps, lambda wait: wait())
     before = Leftovers()
     more = {"spares": given.spares, "frozen_after": FROZEN}
-    with lazygt.session(**settings, **more) as session:
+    with lazygt.session(**grouped({**settings, **more})) as session:
         waits = steps * 5 // 2 + steps * (given.compile != "off") - 2  # a few for the last kills
         killer = Killer(session, given.kills, waits, given.seed)
         actual = train(session, layout, steps, killer.around)

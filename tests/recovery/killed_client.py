@@ -32,6 +32,7 @@ from torch.distributed.tensor import Shard
 
 import lazygt
 from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFolder
+from lazygt.settings import grouped
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, digest
 from tests.support import forking
 
@@ -49,7 +50,7 @@ def train(name: str, steps: int, folder: Path | None, dies: Dies | None = None) 
         "checkpoint": folder, "checkpoint_every": 1,
     }  # fmt: skip
     torch.manual_seed(3)
-    with lazygt.session(**layout.settings, **settings) as session:
+    with lazygt.session(**grouped({**layout.settings, **settings})) as session:
         model = MLP()
         layout.lay(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

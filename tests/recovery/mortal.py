@@ -161,5 +161,7 @@ def mortal_session(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(opening.LAUNCHERS, "mortal", open_mortal)
         patch.setattr(RollbackRecovery, "is_due", partialmethod(_is_due, snapshots))
-        with lazygt.session(launcher="mortal", compile="off", shm_threshold=1024) as s:
+        with lazygt.session(
+            launcher="mortal", compile="off", workers=lazygt.Workers(shm_threshold=1024)
+        ) as s:
             yield s, links[0]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import lazygt
+from lazygt.settings import grouped
 
 WIDTH, BATCH = 16, 8
 
@@ -130,6 +131,6 @@ def outcome(
     """What a session of this kind comes to, and its recoveries."""
     layout = LAYOUTS[name]
     torch.manual_seed(7)
-    with lazygt.session(**{**layout.settings, **more}) as s:
+    with lazygt.session(**grouped({**layout.settings, **more})) as s:
         told = digest(train(layout, steps, lambda step: disturb and disturb(s, step)))
     return told, s.recoveries

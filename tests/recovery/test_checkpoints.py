@@ -25,6 +25,7 @@ from lazygt.host.files import crc32, create
 from lazygt.recovery import recover
 from lazygt.recovery.checkpoint import checkpoint_file, checkpointing, saved
 from lazygt.recovery.checkpoint.checkpoint_file import CheckpointFile
+from lazygt.settings import grouped
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, digest
 
 pytestmark = pytest.mark.timeout(120)
@@ -80,7 +81,7 @@ class Run:
 
 
 def undisturbed(layout: Layout, **settings: Any) -> str:
-    with lazygt.session(**layout.settings, **settings) as s:
+    with lazygt.session(**grouped({**layout.settings, **settings})) as s:
         run = Run(s, layout)
         run.go(STEPS)
         return run.told()
@@ -94,7 +95,7 @@ def placements(model: nn.Module, opt: torch.optim.Optimizer) -> list[Any]:
 def check_resumed(layout: Layout, folder: Path, **settings: Any) -> None:
     """A run that ends after four steps, the last of them not saved, and one that goes on."""
     whole = undisturbed(layout, **settings)
-    with lazygt.session(checkpoint=folder, **layout.settings, **settings) as s:
+    with lazygt.session(**grouped({"checkpoint": folder, **layout.settings, **settings})) as s:
         run = Run(s, layout)
         assert (run.saved.step, dict(run.saved)) == (0, {})
         run.go(3)
@@ -102,7 +103,7 @@ def check_resumed(layout: Layout, folder: Path, **settings: Any) -> None:
         s.flush()
         laid = placements(run.model, run.opt)
         run.step()
-    with lazygt.session(checkpoint=folder, **layout.settings, **settings) as s:
+    with lazygt.session(**grouped({"checkpoint": folder, **layout.settings, **settings})) as s:
         run = Run(s, layout)
         assert (run.saved.step, run.saved["best"]) == (3, 0.5)
         s.flush()
@@ -138,12 +139,14 @@ def test_background_checkpoint_has_state_at_its_mark(
 ) -> None:
     """Each step is saved, and the next three are done before a byte of it is written."""
     layout, told = LAYOUTS[name], {}
-    with lazygt.session(**layout.settings) as s:
+    with lazygt.session(**grouped(layout.settings)) as s:
         run = Run(s, layout)
         for step in range(STEPS):
             run.step()
             told[step + 1] = digest(run.model.parameters())
-    with lazygt.session(checkpoint=tmp_path, checkpoint_every=1, **layout.settings) as s:
+    with lazygt.session(
+        **grouped({"checkpoint": tmp_path, "checkpoint_every": 1, **layout.settings})
+    ) as s:
         run, writes = Run(s, layout), HeldWrites(monkeypatch)
         run.step()
         for step in range(1, 5):
@@ -195,7 +198,7 @@ class Small:
     """A registered tensor, in an inline session."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.s = lazygt.session(checkpoint=folder, **{**INLINE, **settings})
+        self.s = lazygt.session(**grouped({"checkpoint": folder, **INLINE, **settings}))
 
     def __enter__(self) -> lazygt.Session:
         s = self.s.__enter__()
@@ -247,7 +250,7 @@ DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, t
 
 
 def test_all_dtypes_layouts_and_ties(tmp_path: Path) -> None:
-    with lazygt.session(checkpoint=tmp_path, **INLINE) as s:
+    with lazygt.session(**grouped({"checkpoint": tmp_path, **INLINE})) as s:
         base = torch.arange(12).reshape(3, 4)
         given = {str(dtype): (base % 2 if dtype is torch.bool else base).to(dtype)
                  for dtype in DTYPES}  # fmt: skip
@@ -275,14 +278,14 @@ def test_generators_go_on(tmp_path: Path) -> None:
         named = [torch.rand(1, generator=own, device="cpu").item(), numpys.random()]
         return [lazy, cpu, *named, pythons.random(), random.random(), np.random.rand()]
 
-    with lazygt.session(checkpoint=tmp_path, **INLINE) as s:
+    with lazygt.session(**grouped({"checkpoint": tmp_path, **INLINE})) as s:
         s.register(**owns)
         torch.manual_seed(1)
         draws()
         lazy = torch.rand(3)  # the workers have the state now
         assert s.checkpoint(1, now=True)
         wanted = draws()
-    with lazygt.session(checkpoint=tmp_path, **INLINE) as s:
+    with lazygt.session(**grouped({"checkpoint": tmp_path, **INLINE})) as s:
         torch.manual_seed(2)
         del lazy
         for _ in range(3):
@@ -339,10 +342,10 @@ OTHERS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("which", OTHERS)
 def test_another_program_is_refused_and_nothing_is_loaded(tmp_path: Path, which: str) -> None:
     make, told = OTHERS[which]
-    with lazygt.session(checkpoint=tmp_path, **INLINE) as s:
+    with lazygt.session(**grouped({"checkpoint": tmp_path, **INLINE})) as s:
         s.register(first=torch.ones(2), m=nn.Linear(4, 2))
         s.checkpoint(1, now=True)
-    with lazygt.session(checkpoint=tmp_path, **INLINE) as s:
+    with lazygt.session(**grouped({"checkpoint": tmp_path, **INLINE})) as s:
         first = torch.zeros(2)
         s.register(first=first, m=make())
         with pytest.raises(lazygt.CheckpointError, match=f"of another program: .*{told}"):
@@ -354,7 +357,7 @@ def test_another_program_is_refused_and_nothing_is_loaded(tmp_path: Path, which:
 
 def test_other_optimizers_are_refused(tmp_path: Path) -> None:
     weight = torch.ones(2, device="cpu", requires_grad=True)
-    with lazygt.session(checkpoint=tmp_path, **INLINE) as s:
+    with lazygt.session(**grouped({"checkpoint": tmp_path, **INLINE})) as s:
         s.register(opt=torch.optim.SGD([weight], 0.1))
         s.checkpoint(1, now=True)
     two = [weight, weight.detach().clone().requires_grad_()]
@@ -368,7 +371,7 @@ def test_other_optimizers_are_refused(tmp_path: Path) -> None:
 
 def test_all_that_was_registered_is_to_be_there(tmp_path: Path) -> None:
     save_small(tmp_path)
-    with lazygt.session(checkpoint=tmp_path, **INLINE) as s:
+    with lazygt.session(**grouped({"checkpoint": tmp_path, **INLINE})) as s:
         with pytest.raises(lazygt.CheckpointError, match=r"'notes', 'weight' .* none are here"):
             s.resume()
         with pytest.raises(lazygt.CheckpointError, match="nothing was registered as 'other'"):
@@ -376,7 +379,7 @@ def test_all_that_was_registered_is_to_be_there(tmp_path: Path) -> None:
 
 
 def test_session_without_folder_ignores_registrations() -> None:
-    with lazygt.session(**INLINE) as s:
+    with lazygt.session(**grouped(INLINE)) as s:
         s.register(anything=3)  # without a folder nothing is kept, and nothing looked at
         assert not s.checkpoint(1)
         assert (s.resume().step, dict(s.resume()), s.checkpoints) == (0, {}, [])
@@ -395,7 +398,7 @@ def test_unsaveable_value_is_refused_at_mark(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="expected how many steps are done"):
                 s.checkpoint(step)  # type: ignore[arg-type]
         assert s.checkpoint(1, now=True)
-    nothing = lazygt.session(checkpoint=tmp_path / "new", **INLINE)
+    nothing = lazygt.session(**grouped({"checkpoint": tmp_path / "new", **INLINE}))
     with nothing as s, pytest.raises(RuntimeError, match="has nothing to save"):
         s.checkpoint(1)
 
@@ -456,7 +459,7 @@ def test_a_run_that_is_there_is_not_replaced_by_one_that_did_not_ask(tmp_path: P
 def test_two_sessions_in_one_folder_are_refused(tmp_path: Path) -> None:
     with Small(tmp_path) as s:
         with pytest.raises(lazygt.CheckpointError, match="another session"):
-            lazygt.session(checkpoint=tmp_path, **INLINE)
+            lazygt.session(**grouped({"checkpoint": tmp_path, **INLINE}))
         assert s.checkpoint(1, now=True)
     with Small(tmp_path) as s:
         assert s.resume().step == 1
@@ -535,7 +538,7 @@ def test_a_folder_that_nothing_was_saved_in_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "often", "5 m", "s"])
 def test_invalid_interval_is_refused(tmp_path: Path, every: Any) -> None:
     with pytest.raises(ValueError, match="checkpoint_every"):
-        lazygt.session(checkpoint=tmp_path, checkpoint_every=every, **INLINE)
+        lazygt.session(**grouped({"checkpoint": tmp_path, "checkpoint_every": every, **INLINE}))
 
 
 def test_a_dry_session_has_nothing_to_save(tmp_path: Path) -> None:
@@ -544,9 +547,9 @@ def test_a_dry_session_has_nothing_to_save(tmp_path: Path) -> None:
 
 
 def test_tensors_of_another_session_are_refused(tmp_path: Path) -> None:
-    with lazygt.session(**INLINE):
+    with lazygt.session(**grouped(INLINE)):
         other = torch.ones(2)
-        with lazygt.session(checkpoint=tmp_path, **INLINE) as s:
+        with lazygt.session(**grouped({"checkpoint": tmp_path, **INLINE})) as s:
             s.register(other=other)
             with pytest.raises(lazygt.NoSession, match="a tensor of another session"):
                 s.checkpoint(1, now=True)
@@ -573,7 +576,9 @@ def test_workers_that_die_while_a_moment_is_written_change_no_byte(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = LAYOUTS[name]
-    with lazygt.session(checkpoint=tmp_path, checkpoint_every=1, **layout.settings) as s:
+    with lazygt.session(
+        **grouped({"checkpoint": tmp_path, "checkpoint_every": 1, **layout.settings})
+    ) as s:
         run = Run(s, layout)
         writes = HeldWrites(monkeypatch)
         run.step()
@@ -596,7 +601,9 @@ def test_workers_that_die_while_a_moment_is_written_change_no_byte(
 def test_a_worker_that_dies_before_its_snapshot_takes_it_again(tmp_path: Path) -> None:
     layout = LAYOUTS["one worker"]
     whole = undisturbed(layout)
-    with lazygt.session(checkpoint=tmp_path, checkpoint_every=3, **layout.settings) as s:
+    with lazygt.session(
+        **grouped({"checkpoint": tmp_path, "checkpoint_every": 3, **layout.settings})
+    ) as s:
         run = Run(s, layout)
         run.go(2)
         run.step()
@@ -606,7 +613,7 @@ def test_a_worker_that_dies_before_its_snapshot_takes_it_again(tmp_path: Path) -
         os.kill(s.worker_pids[0], signal.SIGKILL)
         s.synchronize()
     assert [each.step for each in s.checkpoints] == [3]
-    with lazygt.session(checkpoint=tmp_path, **layout.settings) as s:
+    with lazygt.session(**grouped({"checkpoint": tmp_path, **layout.settings})) as s:
         run = Run(s, layout)
         run.go(STEPS)
         assert run.told() == whole
@@ -618,7 +625,9 @@ def test_no_snapshot_is_taken_over_one_that_is_written(
 ) -> None:
     """Not even a due one; where the journal is full, the program waits for the disk."""
     with lazygt.session(
-        checkpoint=tmp_path, checkpoint_every=1, threads=1, journal_bytes=1 << 20
+        checkpoint=tmp_path,
+        recovery=lazygt.Recovery(checkpoint_every=1, journal_bytes=1 << 20),
+        workers=lazygt.Workers(threads=1),
     ) as s:
         weight = torch.zeros(64)
         s.register(weight=weight)
@@ -646,13 +655,13 @@ def test_no_snapshot_is_taken_over_one_that_is_written(
 @pytest.mark.slow
 def test_another_number_of_workers_goes_on_with_the_values(tmp_path: Path) -> None:
     two, one = LAYOUTS["fully sharded"], LAYOUTS["one worker"]
-    with lazygt.session(checkpoint=tmp_path, **two.settings) as s:
+    with lazygt.session(**grouped({"checkpoint": tmp_path, **two.settings})) as s:
         run = Run(s, two)
         run.go(2)
         s.checkpoint(2, now=True)
         told = run.told()
     settings = {**one.settings, "mesh": {"ranks": 1}}
-    with lazygt.session(checkpoint=tmp_path, **settings) as s:
+    with lazygt.session(**grouped({"checkpoint": tmp_path, **settings})) as s:
         with pytest.warns(RuntimeWarning, match=r"saved with mesh ranks=2 \(now ranks=1\)"):
             run = Run(s, one)
         assert run.told() == told
@@ -664,7 +673,7 @@ def test_a_moment_is_saved_beside_snapshots_by_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is taken after every run, also after the one that a mark sends."""
-    with lazygt.session(checkpoint=tmp_path, threads=1) as s:
+    with lazygt.session(checkpoint=tmp_path, workers=lazygt.Workers(threads=1)) as s:
         weight = torch.zeros(8)
         s.register(weight=weight)
         recovery = s._client.recovery
@@ -681,7 +690,7 @@ def test_a_moment_is_saved_beside_snapshots_by_the_clock(
 
 @pytest.mark.slow
 def test_a_failed_moment_is_not_saved(tmp_path: Path) -> None:
-    with lazygt.session(checkpoint=tmp_path, threads=1) as s:
+    with lazygt.session(checkpoint=tmp_path, workers=lazygt.Workers(threads=1)) as s:
         weight = torch.ones(2, 3)
         s.register(weight=weight)
         assert s.checkpoint(1, now=True)
@@ -695,7 +704,7 @@ def test_a_failed_moment_is_not_saved(tmp_path: Path) -> None:
 def test_memory_without_room_for_snapshots_leaves_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with lazygt.session(checkpoint=tmp_path, threads=1) as s:
+    with lazygt.session(checkpoint=tmp_path, workers=lazygt.Workers(threads=1)) as s:
         weight = torch.arange(8.0)
         s.register(weight=weight)
 

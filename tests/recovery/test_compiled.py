@@ -40,7 +40,7 @@ def run(kill: int | None, snapshot: int | None, workers: int) -> tuple[torch.Ten
     """
     start = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
     with lazygt.session(
-        workers=workers, mesh={"data": workers}, threads=1, compile="auto"
+        workers=lazygt.Workers(workers, threads=1), mesh={"data": workers}, compile="auto"
     ) as session:
         x = lazygt.distribute(start.to("lazygt"), {"data": lazygt.Shard(0)})
         for number in range(8):

@@ -17,6 +17,7 @@ import torch
 
 import lazygt
 from lazygt.runtime.messages import Snapped
+from lazygt.settings import grouped
 from tests.recovery.faulty import use_faulty_workers
 from tests.recovery.programs import LAYOUTS, outcome
 from tests.support.timeouts import DEEP
@@ -77,7 +78,7 @@ def test_a_stopped_worker_is_replaced_when_it_counts_as_frozen(name: str) -> Non
 
 
 def test_a_worker_that_dies_while_the_session_opens() -> None:
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         kill(s, 0)
         assert torch.ones(3).sum().item() == 3
         (recovery,) = s.recoveries
@@ -105,7 +106,7 @@ def dies_once(x: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def test_an_exit_in_a_function(tmp_path: Path) -> None:
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         x = lazygt.apply(dies_once, torch.ones(2), str(tmp_path / "once"))
         assert x.tolist() == [2.0, 2.0]
         assert "exit code 3" in s.recoveries[0].why
@@ -119,7 +120,10 @@ def crashes(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_run_that_kills_its_worker_again_and_again_is_given_up() -> None:
-    with pytest.raises(lazygt.WorkerDied) as caught, lazygt.session(workers=1, threads=1):
+    with (
+        pytest.raises(lazygt.WorkerDied) as caught,
+        lazygt.session(workers=lazygt.Workers(1, threads=1)),
+    ):
         x = torch.ones(4) * 2
         lazygt.apply(crashes, x).sum().item()
     message = str(caught.value)
@@ -142,7 +146,10 @@ def runs_out_of_memory(x: torch.Tensor, path: str, times: int) -> torch.Tensor:
 def test_a_run_that_is_out_of_memory_twice_is_given_up(tmp_path: Path) -> None:
     tries = tmp_path / "tries"
     tries.touch()
-    with pytest.raises(lazygt.WorkerDied) as caught, lazygt.session(workers=1, threads=1):
+    with (
+        pytest.raises(lazygt.WorkerDied) as caught,
+        lazygt.session(workers=lazygt.Workers(1, threads=1)),
+    ):
         x = torch.ones(4) * 2
         lazygt.apply(runs_out_of_memory, x, str(tries), 3).sum().item()
     assert caught.value.out_of_memory
@@ -158,14 +165,14 @@ def test_a_run_that_is_out_of_memory_twice_is_given_up(tmp_path: Path) -> None:
 def test_a_run_that_is_out_of_memory_once_is_done_again(tmp_path: Path) -> None:
     tries = tmp_path / "tries"
     tries.touch()
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         assert lazygt.apply(runs_out_of_memory, torch.ones(4), str(tries), 1).sum().item() == 8
         (recovery,) = s.recoveries
         assert "out of memory (signal SIGABRT)" in recovery.why
 
 
 def test_without_recovery_a_death_ends_the_session() -> None:
-    with pytest.raises(lazygt.WorkerDied), lazygt.session(workers=1, recover="off") as s:
+    with pytest.raises(lazygt.WorkerDied), lazygt.session(workers=1, recovery="off") as s:
         x = torch.ones(3)
         s.synchronize()
         kill(s, 0)
@@ -173,7 +180,7 @@ def test_without_recovery_a_death_ends_the_session() -> None:
 
 
 def test_many_deaths_leave_nothing_open() -> None:
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         x, open_before = torch.ones(1 << 16), 0
         for death in range(6):
             kill(s, 0)
@@ -186,7 +193,7 @@ def test_many_deaths_leave_nothing_open() -> None:
 
 
 def test_ctrl_c_in_a_recovery_loses_nothing() -> None:
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         x = torch.ones(8) * 3
         s.synchronize()
         kill(s, 0)
@@ -200,7 +207,7 @@ def test_ctrl_c_in_a_recovery_loses_nothing() -> None:
 
 
 def test_a_death_is_seen_at_once_when_other_ranks_answer() -> None:
-    with lazygt.session(mesh={"ranks": 2}, threads=1) as s:
+    with lazygt.session(mesh={"ranks": 2}, workers=lazygt.Workers(threads=1)) as s:
         x = torch.ones(8)
         s.synchronize()
         kill(s, 1)
@@ -211,7 +218,7 @@ def test_a_death_is_seen_at_once_when_other_ranks_answer() -> None:
 
 def test_no_room_for_a_snapshot_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Snapped(1, error="MemoryError: no memory for 64 bytes of the arena")
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         x = torch.ones(8)
         s.synchronize()
         with pytest.warns(RuntimeWarning, match="could not take a snapshot.*no memory"):
@@ -225,7 +232,7 @@ def test_no_room_for_a_snapshot_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ({"recover": "yes"}, "recover='yes'"),
+        ({"recovery": "yes"}, "recover='yes'"),
         ({"snapshot_cost": 0.0}, "snapshot_cost=0.0"),
         ({"snapshot_cost": 2.0}, "snapshot_cost=2.0"),
         ({"journal_bytes": 0}, "journal_bytes=0"),
@@ -234,7 +241,7 @@ def test_no_room_for_a_snapshot_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_invalid_setting_is_refused(setting: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        lazygt.session(**setting)
+        lazygt.session(**grouped(setting))
 
 
 @pytest.mark.parametrize("name", ["one worker", "fully sharded"])

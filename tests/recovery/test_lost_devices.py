@@ -43,7 +43,7 @@ def asserts_later(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_op_fails_and_values_of_before_live_on() -> None:
-    with lazygt.session(threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(threads=1)) as s:
         torch.manual_seed(0)
         before = torch.rand(4)
         expected = before.tolist()
@@ -68,7 +68,7 @@ def test_the_op_fails_and_values_of_before_live_on() -> None:
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[lazygt.Session]:
     """A session whose client takes its worker's device for one that launches ahead."""
-    with lazygt.session(threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(threads=1)) as s:
         monkeypatch.setattr(s._client, "_launches_ahead", True)
         yield s
 
@@ -96,7 +96,7 @@ def test_failed_op_of_answered_run_is_found(ahead: lazygt.Session, by: str) -> N
 
 
 def test_two_ranks_that_lose_their_devices() -> None:
-    with lazygt.session(workers=2, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(2, threads=1)) as s:
         before = torch.arange(4.0)
         s.synchronize()
         with pytest.raises(ExecutionError, match=f"asserts.*{WHY}"):
@@ -116,7 +116,7 @@ def asserts_once(x: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def test_transient_device_loss_is_only_delay(tmp_path: Path) -> None:
-    with lazygt.session(threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(threads=1)) as s:
         x = lazygt.apply(asserts_once, torch.ones(2), str(tmp_path / "once"))
         assert x.tolist() == [2, 2]
         assert len(s.recoveries) == 1
@@ -126,7 +126,7 @@ def test_devices_that_are_lost_again_and_again_are_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recover, "_MAX_RESTORE_DEATHS", 2)
-    with pytest.raises(DeviceLost), lazygt.session(threads=1) as s:
+    with pytest.raises(DeviceLost), lazygt.session(workers=lazygt.Workers(threads=1)) as s:
         for _ in range(4):
             kept = lazygt.apply(asserts, torch.ones(2))
             s.flush()
@@ -140,7 +140,10 @@ def test_without_recovery_the_values_are_lost() -> None:
         rf"earlier op may be the cause: .*CUDA_LAUNCH_BLOCKING=1.* Its values are lost: leave the "
         rf"session and open a new one."
     )
-    with pytest.raises(DeviceLost, match=text), lazygt.session(threads=1, recover="off") as s:
+    with (
+        pytest.raises(DeviceLost, match=text),
+        lazygt.session(workers=lazygt.Workers(threads=1), recovery="off") as s,
+    ):
         before = torch.ones(2)
         with pytest.raises(lazygt.WorkerDied, match=text):
             lazygt.apply(asserts, before).sum().item()

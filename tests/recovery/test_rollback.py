@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 import lazygt
+from lazygt.settings import grouped
 from tests.recovery.mortal import mortal_session
 from tests.recovery.programs import BATCH, LAYOUTS, MLP, WIDTH, Layout, digest
 
@@ -147,9 +148,9 @@ def trained(layout: Layout, bad: int, fails: bool) -> str:
 @pytest.mark.parametrize("name", ROLLBACKS)
 def test_a_bad_batch_changes_no_weight(name: str, bad: int) -> None:
     layout = LAYOUTS[name]
-    with lazygt.session(**layout.settings):
+    with lazygt.session(**grouped(layout.settings)):
         expected = trained(layout, bad, fails=False)
-    with lazygt.session(**layout.settings) as s:
+    with lazygt.session(**grouped(layout.settings)) as s:
         assert trained(layout, bad, fails=True) == expected
         assert not s.recoveries
 

@@ -61,7 +61,7 @@ def many_files() -> Iterator[None]:
 
 
 def test_a_worker_is_replaced_however_many_files_are_open(many_files: None) -> None:
-    with lazygt.session(threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(threads=1)) as s:
         x = torch.ones(8) * 3
         s.synchronize()
         kill(s, 0)
@@ -73,7 +73,7 @@ def test_a_worker_is_replaced_however_many_files_are_open(many_files: None) -> N
 def test_a_process_is_started_while_nobody_waits(
     ranks: Sequence[int], started: queue.Queue[int]
 ) -> None:
-    with lazygt.session(mesh={"ranks": 2}, threads=1) as s:
+    with lazygt.session(mesh={"ranks": 2}, workers=lazygt.Workers(threads=1)) as s:
         x = torch.ones(8) * 3
         s.synchronize()
         assert [started.get(), started.get()] == s.worker_pids
@@ -96,7 +96,7 @@ def test_no_process_is_started_for_one_that_dies_at_the_end(
         return waited(processes, seconds)
 
     monkeypatch.setattr(worker_pool, "_wait_for", killed)
-    with lazygt.session(mesh={"ranks": 2}, threads=1) as s:
+    with lazygt.session(mesh={"ranks": 2}, workers=lazygt.Workers(threads=1)) as s:
         x = torch.ones(8) * 3
         s.synchronize()
         pids = s.worker_pids
@@ -109,7 +109,7 @@ def test_no_process_is_started_for_one_that_dies_at_the_end(
 def test_a_worker_that_dies_before_a_session_closes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        s = lazygt.session(workers=1, threads=1)
+        s = lazygt.session(workers=lazygt.Workers(1, threads=1))
         with s:
             x = torch.ones(8) * 3
             s.synchronize()
@@ -130,7 +130,7 @@ def bounded(x: torch.Tensor, path: str) -> torch.Tensor:
 
 def test_a_snapshot_that_finds_no_room_is_the_last(tmp_path: Path) -> None:
     """The first write beyond the limit is the snapshot's, in a real worker."""
-    with lazygt.session(workers=1, threads=1, recover="auto") as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1), recovery="auto") as s:
         x = lazygt.apply(bounded, torch.ones(1000), str(tmp_path / "once"))
         recovery = s._client.recovery
         assert recovery is not None
@@ -155,7 +155,7 @@ def test_a_spare_that_can_not_be_started_is_no_error(
     def none_left(pool: WorkerPool) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         x = torch.ones(8) * 3
         s.synchronize()
         monkeypatch.setattr(WorkerPool, "refill", none_left)
@@ -176,7 +176,7 @@ def gets_none_once(x: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def test_a_worker_beyond_its_limit_of_memory(tmp_path: Path) -> None:
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         x = torch.arange(8.0) * 3
         y = lazygt.apply(gets_none_once, x, str(tmp_path / "once"))
         assert (x + y).tolist() == [6.0 * n + 1 for n in range(8)]
@@ -204,7 +204,7 @@ def eats_once(x):
 (group / "memory.limit_in_bytes").write_text(str(1 << 30))
 (group / "cgroup.procs").write_text(str(os.getpid()))
 try:
-    with lazygt.session(threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(threads=1)) as s:
         x = torch.arange(8.0) * 3
         print((x + lazygt.apply(eats_once, x)).tolist(), s.recoveries[0].why.split(": ")[1])
 finally:

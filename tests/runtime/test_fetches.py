@@ -20,6 +20,7 @@ import torch
 import lazygt
 from lazygt.graph.source import expand
 from lazygt.record.tensor import NATIVE
+from lazygt.settings import grouped
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -32,7 +33,7 @@ HERE = os.path.dirname(lazygt.__file__) + os.sep
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=IDS)
 def s(request: pytest.FixtureRequest) -> Iterator[lazygt.Session]:
-    with lazygt.session(compile="off", **request.param) as session:
+    with lazygt.session(**grouped({"compile": "off", **request.param})) as session:
         if session._submitter._fetcher is None:
             pytest.skip("the worker runs no plans in C++, or has no mailbox")
         yield session
@@ -189,10 +190,10 @@ def test_native_fetch_matches_python_fetch(
     program: Callable[[lazygt.Session], list[object]], settings: dict[str, Any]
 ) -> None:
     """Values, counts, bytes of the messages, and what the history tells."""
-    with lazygt.session(compile="off", **settings) as session:
+    with lazygt.session(**grouped({"compile": "off", **settings})) as session:
         ours = program(session)
         here = session.stats(), told(session)
-    with lazygt.session(compile="off", **settings) as session:
+    with lazygt.session(**grouped({"compile": "off", **settings})) as session:
         session._submitter._fetcher = None
         theirs = program(session)
         there = session.stats(), told(session)
@@ -262,7 +263,7 @@ def test_another_handler_of_sigint_is_taken_in_first(s: lazygt.Session) -> None:
 
 
 def test_ctrl_c_while_a_number_is_awaited_loses_nothing() -> None:
-    with lazygt.session(workers=1, threads=1, frozen_after=1000.0) as session:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1, frozen_after=1000.0)) as session:
         x = torch.arange(4.0)
         for _ in range(4):
             x.sum().item()

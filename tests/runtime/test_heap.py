@@ -50,7 +50,9 @@ def resident(pid: int) -> int:
 )
 def test_workers_need_less_for_a_sharded_model_than_for_a_whole_one() -> None:
     def step_needs(whole: bool) -> int:
-        with lazygt.session(mesh={"data": 2}, threads=1, compile="off") as s:
+        with lazygt.session(
+            mesh={"data": 2}, workers=lazygt.Workers(threads=1), compile="off"
+        ) as s:
             pids = s.worker_pids
             model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
             (lazygt.data_parallel if whole else lazygt.fully_shard)(model)

@@ -128,7 +128,7 @@ def test_an_op_is_recorded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stretch_that_is_being_planned_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     build = Planner.build
-    with lazygt.session(workers=1, threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as s:
         first = torch.ones(3) + 1
         s.flush()  # unanswered: the next run looks for its answer first
 
@@ -205,7 +205,7 @@ def test_a_handler_that_calls_the_one_before_it() -> None:
 def test_interrupt_during_close_is_raised_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    s = lazygt.session(workers=1, threads=1)
+    s = lazygt.session(workers=lazygt.Workers(1, threads=1))
     s.__enter__()
     pid = s.worker_pids[0]
     end = s._link.close

@@ -18,6 +18,7 @@ from lazygt.net.mailbox import CAPACITY, Mailboxes
 from lazygt.runtime import wire
 from lazygt.runtime.launch import process_link
 from lazygt.runtime.messages import Run
+from lazygt.settings import grouped
 
 pytestmark = pytest.mark.timeout(120)
 SETTINGS = ({"workers": 1, "threads": 1}, {"launcher": "inline"})
@@ -31,7 +32,7 @@ NUMBERS = {
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=IDS)
 def s(request: pytest.FixtureRequest) -> Iterator[lazygt.Session]:
-    with lazygt.session(**request.param) as session:
+    with lazygt.session(**grouped(request.param)) as session:
         yield session
 
 
@@ -117,7 +118,7 @@ def boxes_of(session: lazygt.Session) -> Mailboxes:
 
 
 def test_numbers_and_large_values_never_meet_the_socket() -> None:
-    with lazygt.session(workers=1, threads=1) as session:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as session:
         boxes = boxes_of(session)
         x = torch.arange(4.0)
         x.sum().item()
@@ -143,7 +144,7 @@ def test_a_worker_on_our_only_core_is_waited_for_asleep(monkeypatch: pytest.Monk
         raise AssertionError("spun on one core")
 
     everywhere = os.sched_getaffinity(0)
-    with lazygt.session(workers=1, threads=1) as session:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as session:
         x = torch.arange(4.0)
         monkeypatch.setattr(process_link, "spin", no_spin)
         try:
@@ -158,8 +159,8 @@ def test_a_worker_on_our_only_core_is_waited_for_asleep(monkeypatch: pytest.Monk
 
 def test_a_worker_killed_while_a_number_is_awaited_is_seen() -> None:
     def reads_from_one_that_is_killed() -> None:
-        settings = {"workers": 1, "threads": 1, "frozen_after": 1000.0, "recover": "off"}
-        with lazygt.session(**settings) as session:
+        settings = {"workers": 1, "threads": 1, "frozen_after": 1000.0, "recovery": "off"}
+        with lazygt.session(**grouped(settings)) as session:
             x = torch.arange(4.0)
             x.sum().item()
             os.kill(session.worker_pids[0], signal.SIGSTOP)
@@ -171,9 +172,9 @@ def test_a_worker_killed_while_a_number_is_awaited_is_seen() -> None:
 
 
 def test_two_sessions_have_mailboxes_of_their_own() -> None:
-    with lazygt.session(workers=1, threads=1) as outer:
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)) as outer:
         a = torch.arange(4.0)
-        with lazygt.session(workers=1, threads=1) as inner:
+        with lazygt.session(workers=lazygt.Workers(1, threads=1)) as inner:
             b = torch.arange(5.0)
             assert [b.sum().item() for _ in range(20)] == [10.0] * 20
             assert boxes_of(inner) is not boxes_of(outer)
@@ -181,7 +182,7 @@ def test_two_sessions_have_mailboxes_of_their_own() -> None:
 
 
 def test_a_forked_child_leaves_the_mailbox_alone() -> None:
-    with lazygt.session(workers=1, threads=1):
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)):
         x = torch.arange(4.0)
         assert x.sum().item() == 6.0
         child = os.fork()

@@ -120,7 +120,7 @@ def test_a_template_that_was_dropped_is_asked_for(
 
 def test_a_template_lives_as_long_as_one_of_its_plans() -> None:
     """The limits of plans are its limits: two plans of one template, and one of another."""
-    with lazygt.session(launcher="inline", max_plans=2) as s:
+    with lazygt.session(launcher="inline", planning=lazygt.Planning(max_plans=2)) as s:
         templates = s._link._worker.plans.templates
         work(20).item()
         work(30).item()

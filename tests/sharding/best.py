@@ -43,7 +43,9 @@ def recorded(
     body: Body, tensors: Sequence[Tensor], placements: Sequence[Placement], fixed: bool = False
 ) -> Program:
     """A program on tensors that lie so."""
-    with lazygt.session(launcher="inline", keep_stages=True, compile="off", mesh={"x": 1}) as s:
+    with lazygt.session(
+        launcher="inline", planning=lazygt.Planning(keep_stages=True), compile="off", mesh={"x": 1}
+    ) as s:
 
         def place(value: Tensor, placement: Placement) -> Tensor:
             return lazygt.distribute(value, {"x": placement})

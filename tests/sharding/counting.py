@@ -113,7 +113,9 @@ def planned(
         make: the model, placed.
         loss: of the model on a batch, placed.
     """
-    with lazygt.session(launcher="dry", mesh=mesh, keep_stages=True, compile="off") as s:
+    with lazygt.session(
+        launcher="dry", mesh=mesh, planning=lazygt.Planning(keep_stages=True), compile="off"
+    ) as s:
         model = make()
         opt = OPTIMIZERS[optimizer](model)
         s.flush()

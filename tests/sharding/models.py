@@ -26,7 +26,11 @@ def recorded(name: str) -> Program:
     """One training step of a model as it is recorded, and the values that it starts from."""
     ((x, y),) = zoo.batches(name, 1)
     torch.manual_seed(3)
-    with lazygt.session(launcher="inline", keep_stages=True, flush_on_backward=False) as s:
+    with lazygt.session(
+        launcher="inline",
+        planning=lazygt.Planning(keep_stages=True),
+        tracing=lazygt.Tracing(flush_on_backward=False),
+    ) as s:
         model = zoo.MODELS[name][0]()
         opt = zoo.OPTIMIZERS["sgd"](model.parameters())
         lazy_x, lazy_y = x.to("lazygt"), y.to("lazygt")

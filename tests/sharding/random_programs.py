@@ -30,8 +30,12 @@ class Recorded(NamedTuple):
 
 def recorded(program: Sequence[Step], sizes: Sequence[int], axes: Sequence[str]) -> Recorded:
     mesh = dict.fromkeys(axes, 1)
-    with lazygt.session(launcher="inline", mesh=mesh, keep_stages=True,
-                        flush_on_backward=False) as s:  # fmt: skip
+    with lazygt.session(
+        launcher="inline",
+        mesh=mesh,
+        planning=lazygt.Planning(keep_stages=True),
+        tracing=lazygt.Tracing(flush_on_backward=False),
+    ) as s:
         state = start(sizes, "lazygt")
         s.flush()
         for step in program:

@@ -128,7 +128,11 @@ def recorded(
     """
     ranks = Mesh.parse(mesh)
     torch.manual_seed(3)
-    with lazygt.session(launcher="inline", keep_stages=True, flush_on_backward=False) as s:
+    with lazygt.session(
+        launcher="inline",
+        planning=lazygt.Planning(keep_stages=True),
+        tracing=lazygt.Tracing(flush_on_backward=False),
+    ) as s:
         alone = s.mesh
         mark_for(s, ranks)  # marks are of the mesh; what is run is run here
         model = make()

@@ -74,7 +74,7 @@ def test_placement_along_axis_of_one_is_kept() -> None:
 @pytest.mark.timeout(120)
 def test_the_numbers_are_those_of_one_device() -> None:
     expected = [p.detach() for p in _train(_plain, "cpu").parameters()]
-    with lazygt.session(mesh={"data": 2, "model": 1}, threads=1):
+    with lazygt.session(mesh={"data": 2, "model": 1}, workers=lazygt.Workers(threads=1)):
         computed = [p.detach().cpu() for p in _train(_megatron).parameters()]
     for got, want in zip(computed, expected, strict=True):
         torch.testing.assert_close(got, want)

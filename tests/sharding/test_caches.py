@@ -153,7 +153,7 @@ def test_tokens_go_on_by_one_plan_and_the_cache_stays_where_it_is() -> None:
             at = torch.tensor([place]) if by_index else place
             expected.append(token(cache, at, new, by_index))
         expected.append(cache)
-    with lazygt.session(mesh={"x": 2}, threads=1) as s:
+    with lazygt.session(mesh={"x": 2}, workers=lazygt.Workers(threads=1)) as s:
         made = [*decoded(s, news, True), *decoded(s, news, False)]
     for got, want in zip(made, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

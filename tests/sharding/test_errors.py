@@ -90,7 +90,7 @@ def test_workers_follow_from_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_op_that_fails_on_one_rank_ends_no_rank_in_a_collective(
     bad_row: int, runs_before: int
 ) -> None:
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         table = torch.arange(10.0).reshape(5, 2)
         kept = table + 1
         s.flush()
@@ -114,7 +114,7 @@ def test_an_op_that_fails_on_one_rank_ends_no_rank_in_a_collective(
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_known_failure_that_keeps_a_rank_from_a_collective_is_named() -> None:
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         at = lazygt.distribute(torch.tensor([0, 1, 2, 99], device="cpu").to("lazygt"), [S0])
         bad = torch.arange(10.0).reshape(5, 2).index_select(0, at)
         with pytest.raises(lazygt.ExecutionError, match=r"index_select.*worker 1: IndexError"):
@@ -133,7 +133,7 @@ def test_sharded_table_refuses_index_out_of_range() -> None:
         "index_select": lambda table, at: table.index_select(0, at),
         "gather": lambda table, at: table.gather(0, at[:, None].expand(-1, 3)),
     }
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         table = lazygt.distribute(torch.arange(24.0).reshape(8, 3), [S0])
         for name, look_up in look_ups.items():
             for row in (8, 99, -9, -99):

@@ -359,7 +359,7 @@ def test_weights_after_100_steps_are_the_same_bits_on_1_2_and_4_workers(cut: str
             states.append(mlp(cut, 100))
     for state in states[1:]:
         assert all(map(torch.equal, state, states[0]))
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         plain = mlp(cut, 100)
     assert not all(map(torch.equal, plain, states[0]))  # what invariant= is for
     for got, want in zip(plain, states[0], strict=True):
@@ -397,7 +397,9 @@ def test_a_gpt_on_a_grid_has_the_same_bits_however_it_is_shared() -> None:
 def test_uneven_blocks_are_fetched_from_their_owners(invariant: Any) -> None:
     whole = torch.randn(5, 300)
     mesh = {"data": 2}
-    with lazygt.session(mesh=mesh, invariant=invariant, shm_threshold=2000) as s:
+    with lazygt.session(
+        mesh=mesh, invariant=invariant, workers=lazygt.Workers(shm_threshold=2000)
+    ) as s:
         x = lazygt.distribute(whole.to("lazygt"), [TorchShard(0)])
         for turn in range(3):
             assert torch.equal((x + turn).cpu(), whole + turn)

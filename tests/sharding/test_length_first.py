@@ -106,7 +106,11 @@ def recorded(name: str, samples: int) -> Program:
     module = MODULES[name]
     torch.manual_seed(0)
     x, target = batch(module, samples)
-    with lazygt.session(launcher="inline", keep_stages=True, flush_on_backward=False) as s:
+    with lazygt.session(
+        launcher="inline",
+        planning=lazygt.Planning(keep_stages=True),
+        tracing=lazygt.Tracing(flush_on_backward=False),
+    ) as s:
         net = Net(module)
         opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         placed = x.to("lazygt"), target.to("lazygt")
@@ -217,7 +221,7 @@ def test_an_encoder_on_workers_is_the_encoder(batch_first: bool) -> None:
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     batches = [torch.randn(6, 6, DIM) for _ in range(3)]
     expected = trained(copy.deepcopy(model), batches)
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         dim = 0 if batch_first else 1
         placed = [lazygt.distribute(x.to("lazygt"), [TorchShard(dim)]) for x in batches]
         made = trained(model.to("lazygt"), placed)

@@ -288,9 +288,9 @@ def test_a_clipped_gradient_is_reduced_to_blocks_all_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), [("embedding", "fsdp"), ("conv", "zero")])
 def test_clipped_microbatches_train_as_on_one_device(name: str, way: str) -> None:
-    with lazygt.session(mesh=DATA, threads=1):
+    with lazygt.session(mesh=DATA, workers=lazygt.Workers(threads=1)):
         on_workers = clipped_steps(name, way, 2)
-    with lazygt.session(workers=1, threads=1):
+    with lazygt.session(workers=lazygt.Workers(1, threads=1)):
         alone = clipped_steps(name, "", 2)
     for a, b in zip(on_workers, alone, strict=True):
         torch.testing.assert_close(a, b)
@@ -321,7 +321,9 @@ def test_memory_that_is_written_in_blocks_is_had_in_blocks(mesh: dict[str, int])
     """The gradient of a loss begins as empty memory, which takes no time whole or in blocks."""
     rows, words = 512, 512
     cut = dict.fromkeys(mesh, lazygt.Shard(0))
-    with lazygt.session(mesh=mesh, launcher="dry", flush_on_backward=False) as s:
+    with lazygt.session(
+        mesh=mesh, launcher="dry", tracing=lazygt.Tracing(flush_on_backward=False)
+    ) as s:
         weight = torch.randn(16, words, requires_grad=True)
         x, y = torch.randn(rows, 16), torch.randint(words, (rows,))
         s.flush()

@@ -250,7 +250,9 @@ def test_stages_that_wait_for_each_other_are_told_of_once() -> None:
     why = rf"since every rank runs aten\.add_\.Tensor \({__file__}:\d+\): do that after the last"
     with (
         warnings.catch_warnings(),
-        lazygt.session(launcher="dry", mesh={"pipe": 2}, flush_on_backward=False) as s,
+        lazygt.session(
+            launcher="dry", mesh={"pipe": 2}, tracing=lazygt.Tracing(flush_on_backward=False)
+        ) as s,
     ):
         warnings.simplefilter("error", lazygt.PipelineWarning)
         model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))

@@ -32,7 +32,7 @@ def program(x: torch.Tensor) -> list[object]:
 def test_slices_of_sharded_dim_match_eager(dim: int) -> None:
     whole = torch.arange(84.0, device="cpu").view(7, 6, 2)
     eager = program(whole.clone())
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         x = lazygt.distribute(whole.to("lazygt"), {"data": Shard(dim)}, fixed=True)
         assert program(x) == eager
         assert s.stats()["plans_built"] <= 15

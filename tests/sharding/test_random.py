@@ -139,7 +139,7 @@ KINDS = [initial, dropped, sampled, made_of_nothing]
 
 
 def drawn_on(workers: int, place: Place) -> list[Tensor]:
-    with lazygt.session(mesh={"data": workers}, threads=1):
+    with lazygt.session(mesh={"data": workers}, workers=lazygt.Workers(threads=1)):
         torch.manual_seed(7)
         return [made.cpu() for kind in KINDS for made in kind(place)]
 
@@ -168,7 +168,7 @@ def test_the_numbers_are_those_of_eager_torch(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_whole_value_is_the_same_on_every_worker(workers: int) -> None:
-    with lazygt.session(mesh={"data": workers}, threads=1) as s:
+    with lazygt.session(mesh={"data": workers}, workers=lazygt.Workers(threads=1)) as s:
         torch.manual_seed(7)
         x = torch.randn(33)
         s.flush()

@@ -124,7 +124,7 @@ def test_random_programs_on_workers_match_eager(mesh: str) -> None:
 
     draw()
     assert sum(step.name == "place" for program, _ in seen for step in program) > 4
-    with lazygt.session(mesh=mesh, threads=1) as s:
+    with lazygt.session(mesh=mesh, workers=lazygt.Workers(threads=1)) as s:
         axes = len(s.mesh.names)
         for program, sizes in seen:
             state = start(sizes, "lazygt")

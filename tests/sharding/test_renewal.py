@@ -73,7 +73,7 @@ def test_the_session_goes_on(
     mesh: Mapping[str, int], placements: Placements, runs_before: int
 ) -> None:
     """Also where the run that breaks is the first of its plan."""
-    with lazygt.session(mesh=mesh, threads=1) as s:
+    with lazygt.session(mesh=mesh, workers=lazygt.Workers(threads=1)) as s:
         lookup = Lookup(s.mesh.world_size, placements)
         plain = torch.arange(24.0, device="cpu").reshape(8, 3)
         healthy = on(plain, placements)
@@ -92,7 +92,7 @@ def test_the_session_goes_on(
 
 def test_a_failed_value_raises_its_own_error_whenever_it_is_used() -> None:
     """Rank 0 has its block of it and rank 1 has not: that parts them again, and again ends well."""
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         lookup = Lookup(2, [S0])
         bad = lookup.rows(lookup.bad)
         with pytest.raises(lazygt.ExecutionError, match="embedding") as first:
@@ -109,7 +109,7 @@ def test_a_failed_value_raises_its_own_error_whenever_it_is_used() -> None:
 
 def test_a_value_that_failed_on_all_ranks_is_used_in_a_collective() -> None:
     """No rank waits for another there, and none may think that the others still meet."""
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         lookup = Lookup(2, [S0])
         for _ in range(2):
             with pytest.raises(lazygt.ExecutionError, match="IndexError"):
@@ -118,7 +118,7 @@ def test_a_value_that_failed_on_all_ranks_is_used_in_a_collective() -> None:
 
 
 def test_runs_sent_before_failure_name_cause_and_later_runs_work() -> None:
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         lookup = Lookup(2, [S0])
         lookup.works()
         kept = lookup.table + 1
@@ -199,7 +199,7 @@ def test_a_training_skips_bad_batches_as_eager_does(size: int, how: str) -> None
     with torch.device("cpu"):
         plain = build()
     expected = train(plain, None)
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         model = build()
         if how == "fully sharded":
             sharded(model)
@@ -213,7 +213,7 @@ def test_a_training_skips_bad_batches_as_eager_does(size: int, how: str) -> None
 
 def test_a_whole_step_that_fails_leaves_no_model_harmed() -> None:
     """Its gathers and reductions are under way, in both backends, when the ranks part."""
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         for _ in range(2):
             model = sharded(Model(640))
             optimizer = torch.optim.AdamW(model.parameters())
@@ -238,7 +238,7 @@ def test_a_whole_step_that_fails_leaves_no_model_harmed() -> None:
 @pytest.mark.parametrize("where", ["first stage", "last stage"])
 def test_stages_go_on_after_one_has_failed(where: str) -> None:
     """What a stage was sending to another when they parted is nobody's any more."""
-    with lazygt.session(mesh={"pipe": 2}, threads=1) as s:
+    with lazygt.session(mesh={"pipe": 2}, workers=lazygt.Workers(threads=1)) as s:
         torch.manual_seed(0)
         tokens, layer, head = nn.Embedding(8, 640), nn.Linear(640, 640), nn.Linear(640, 4)
         lazygt.stage(tokens, 0)
@@ -267,7 +267,7 @@ def test_stages_go_on_after_one_has_failed(where: str) -> None:
 
 def test_a_line_that_meets_goes_on_while_another_breaks() -> None:
     """Rows are added up along ``model``: the first line of it never hears of the last block."""
-    with lazygt.session(mesh={"data": 2, "model": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2, "model": 2}, workers=lazygt.Workers(threads=1)) as s:
         table = torch.arange(10.0).reshape(5, 2)
         places = {"data": S0, "model": Shard(1)}
         ids = host([[1, 2], [1, 2], [1, 2], [1, 99]])
@@ -285,7 +285,7 @@ def test_a_line_that_meets_goes_on_while_another_breaks() -> None:
 def test_twenty_breaks_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     base = tempfile.mkdtemp(prefix="lg-", dir="/tmp")
     monkeypatch.setenv("XDG_RUNTIME_DIR", base)
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         lookup = Lookup(2, [S0])
         workers = [psutil.Process(pid) for pid in s.worker_pids]
 
@@ -320,7 +320,7 @@ def interrupted(delay: float, wait: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.02])
 def test_an_interrupt_while_the_ranks_part(delay: float) -> None:
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         lookup = Lookup(2, [S0])
         lookup.works()
         for _ in range(3):

@@ -146,7 +146,7 @@ def test_workers_pass_keys_on() -> None:
         return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
     tensors = [draw(1, 2, 2049, SIZE, seed=seed) for seed in (1, 2, 3)]
-    with lazygt.session(mesh={"x": 3}, threads=1) as s:
+    with lazygt.session(mesh={"x": 3}, workers=lazygt.Workers(threads=1)) as s:
         for causal in (True, False):
             leaves = [
                 lazygt.distribute(t.to("lazygt"), {"x": TorchShard(2)}).requires_grad_()

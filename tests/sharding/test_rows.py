@@ -180,7 +180,7 @@ def test_rows_of_whole_tables_are_not_exchanged_for_tokens_that_all_have() -> No
 @pytest.mark.timeout(120)
 def test_workers_exchange_rows_and_report_missing_index() -> None:
     table, ids = draw(40, 8), torch.tensor([3, 39, 0, 0, 17, 21, 8])
-    with lazygt.session(mesh={"rows": 2}, threads=1):
+    with lazygt.session(mesh={"rows": 2}, workers=lazygt.Workers(threads=1)):
         lazy = lazygt.distribute(table.to("lazygt"), [S(0)], fixed=True)
         index = lazygt.distribute(ids.to("lazygt"), [S(0)], fixed=True)
         taken = lazygt.distribute(lazy[index], [S(0)], fixed=True)

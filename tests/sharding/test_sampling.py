@@ -29,7 +29,7 @@ def sampled(logits: Tensor) -> list[Tensor]:
 def test_samples_are_those_of_one_device_and_logits_stay() -> None:
     logits = torch.randn(ROWS, WORDS, generator=torch.Generator().manual_seed(0))
     expected = [t.clone() for t in sampled(logits)]
-    with lazygt.session(mesh={"words": 2}, threads=1) as s:
+    with lazygt.session(mesh={"words": 2}, workers=lazygt.Workers(threads=1)) as s:
         lazy = lazygt.distribute(logits.to("lazygt"), [Shard(1)])
         s.flush()
         drawn = sampled(lazy)
@@ -44,7 +44,7 @@ def test_samples_are_those_of_one_device_and_logits_stay() -> None:
 
 @pytest.mark.parametrize(("wrong", "text"), [(float("nan"), "inf"), (0.0, "sum of probabilities")])
 def test_invalid_weights_are_refused_as_in_torch(wrong: float, text: str) -> None:
-    with lazygt.session(mesh={"words": 2}, threads=1) as s:
+    with lazygt.session(mesh={"words": 2}, workers=lazygt.Workers(threads=1)) as s:
         weights = torch.rand(ROWS, WORDS)
         weights[1] = wrong
         weights = lazygt.distribute(weights, [Shard(1)], fixed=True)

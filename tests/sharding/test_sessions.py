@@ -39,7 +39,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("rows", [7, 4, 1])
 def test_reductions_over_blocks_move_nothing_through_the_client(rows: int) -> None:
     whole = torch.randn(rows, 5)
-    with lazygt.session(mesh={"data": 3}, threads=1) as s:
+    with lazygt.session(mesh={"data": 3}, workers=lazygt.Workers(threads=1)) as s:
         x = lazygt.distribute(whole.to("lazygt"), [S0])
         assert x.placements == (S0,)
         fetched = 0
@@ -57,7 +57,7 @@ def test_reductions_over_blocks_move_nothing_through_the_client(rows: int) -> No
 @pytest.mark.parametrize("shape", [(6, 4), (5, 3), (1, 1), (0, 4)])
 def test_every_rank_sends_its_block_once(shape: tuple[int, int]) -> None:
     whole = torch.randn(shape)
-    with lazygt.session(mesh="data=2,model=2", threads=1) as s:
+    with lazygt.session(mesh="data=2,model=2", workers=lazygt.Workers(threads=1)) as s:
         assert (str(s.mesh), len(s.worker_pids)) == ("data=2,model=2", 4)
         for placements in itertools.product((R, S0, S1), (R, S0, S1)):
             before = s.stats()["bytes_fetched"]
@@ -70,7 +70,9 @@ def test_every_rank_sends_its_block_once(shape: tuple[int, int]) -> None:
 
 def test_large_blocks_come_through_shared_memory() -> None:
     whole = torch.randn(1001, 700)
-    with lazygt.session(mesh={"data": 2}, threads=1, shm_threshold=1 << 16) as s:
+    with lazygt.session(
+        mesh={"data": 2}, workers=lazygt.Workers(threads=1, shm_threshold=1 << 16)
+    ) as s:
         x = lazygt.distribute(whole.to("lazygt"), [S0])
         for turn in range(3):
             assert torch.equal((x + turn).cpu(), whole + turn)
@@ -79,7 +81,7 @@ def test_large_blocks_come_through_shared_memory() -> None:
 
 def test_values_stay_in_blocks_and_move_when_told() -> None:
     whole = torch.randn(5, 6)
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         x = lazygt.distribute(whole.to("lazygt"), {"data": S0})
         y = (x * 2).relu()
         assert y.placements == (S0,)
@@ -92,7 +94,7 @@ def test_values_stay_in_blocks_and_move_when_told() -> None:
 
 
 def test_gradients_pass_through_a_placement() -> None:
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         x = torch.arange(5.0, requires_grad=True)
         (lazygt.distribute(x, [S0]) ** 2).sum().backward()
         assert x.grad is not None
@@ -103,7 +105,11 @@ def test_gradients_pass_through_a_placement() -> None:
 def test_plans_that_only_some_ranks_share_are_told_apart(max_plans: int) -> None:
     # 5 and 6 rows on 2 ranks: rank 0 has 3 rows of both and runs the same graph
     totals = {rows: torch.zeros(rows) for rows in (5, 6, 4)}
-    with lazygt.session(mesh={"data": 2}, threads=1, max_plans=max_plans) as s:
+    with lazygt.session(
+        mesh={"data": 2},
+        workers=lazygt.Workers(threads=1),
+        planning=lazygt.Planning(max_plans=max_plans),
+    ) as s:
         stored = {n: lazygt.distribute(t.to("lazygt"), [S0]) for n, t in totals.items()}
         s.flush()
         for turn in range(4):
@@ -119,7 +125,7 @@ def test_draws_are_those_of_one_worker() -> None:
     torch.manual_seed(7)
     expected = torch.randn(5, 3)
     torch.manual_seed(7)
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         x = lazygt.distribute(torch.randn(5, 3), [S0])
         assert x.placements == (S0,)
         assert torch.equal(x.cpu(), expected)
@@ -129,14 +135,14 @@ def test_draws_are_those_of_one_worker() -> None:
 
 def test_shapes_that_depend_on_values_are_those_of_the_whole() -> None:
     whole = torch.tensor([0.0, 1.0, 0.0, 2.0, 3.0])
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         x = lazygt.distribute(whole.to("lazygt"), [S0])
         assert x.nonzero().flatten().tolist() == [1, 3, 4]
         assert x[x > 0].tolist() == [1.0, 2.0, 3.0]
 
 
 def test_a_write_keeps_the_placement() -> None:
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         x = lazygt.distribute(torch.zeros(5, 2), [S0])
         x.add_(1)
         s.flush()
@@ -152,7 +158,7 @@ def test_column_major_value_is_viewable_in_later_plan(
 ) -> None:
     whole = torch.arange(35.0).reshape(5, 7)
     expected = columnwise(whole)
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         value = columnwise(lazygt.distribute(whole.to("lazygt"), [placement]))
         s.flush()
         assert torch.equal(value.t().cpu(), expected.t())
@@ -174,7 +180,12 @@ def test_on_one_worker_a_placement_is_no_op() -> None:
 @pytest.mark.parametrize("compile", ["off", pytest.param("now", marks=pytest.mark.deep)])
 def test_stages_and_compiled_groups_are_each_ranks_own(compile: str) -> None:
     whole = torch.randn(1001, 64)
-    with lazygt.session(mesh={"data": 2}, threads=1, compile=compile, keep_stages=True) as s:
+    with lazygt.session(
+        mesh={"data": 2},
+        workers=lazygt.Workers(threads=1),
+        compile=compile,
+        planning=lazygt.Planning(keep_stages=True),
+    ) as s:
         x = lazygt.distribute(whole.to("lazygt"), [S0])
         s.flush()
         for _ in range(3):
@@ -197,7 +208,7 @@ def test_horizontal_ops_on_same_tensors_run_in_sequence() -> None:
     with torch.device("cpu"):
         expected = run(lambda t: t)
     with (
-        lazygt.session(mesh={"data": 2}, threads=1),
+        lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)),
         pytest.warns(lazygt.GatherWarning, match="_foreach_add_"),
     ):
         assert all(map(torch.equal, run(lambda t: lazygt.distribute(t, [S0])), expected))

@@ -20,7 +20,7 @@ UNEVEN = {"data": 3}
 
 
 def agree(name: str, mesh: Mapping[str, int]) -> None:
-    with lazygt.session(mesh=mesh, threads=1):
+    with lazygt.session(mesh=mesh, workers=lazygt.Workers(threads=1)):
         losses, state, _ = training.train(name, mesh)
     eager_losses, eager_state = training.eager(name)
     for got, expected in zip(losses + state, eager_losses + eager_state, strict=True):
@@ -47,7 +47,7 @@ def test_cut_weights_agree_with_eager(name: str, mesh: Mapping[str, int]) -> Non
 
 def test_data_parallel_sums_each_gradient_once_and_nothing_more() -> None:
     torch.manual_seed(0)
-    with lazygt.session(mesh=DATA, threads=1) as s:
+    with lazygt.session(mesh=DATA, workers=lazygt.Workers(threads=1)) as s:
         model = torch.nn.Sequential(
             torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)
         )
@@ -72,7 +72,7 @@ def test_data_parallel_sums_each_gradient_once_and_nothing_more() -> None:
 
 
 def test_parameters_stay_the_objects_they_are() -> None:
-    with lazygt.session(mesh=MODEL, threads=1):
+    with lazygt.session(mesh=MODEL, workers=lazygt.Workers(threads=1)):
         layer = torch.nn.Linear(6, 5)
         before = layer.weight.cpu()
         opt = torch.optim.AdamW(layer.parameters(), lr=0.1)

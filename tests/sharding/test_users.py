@@ -82,13 +82,13 @@ def test_gradients_of_gradients_cross_stages() -> None:
         return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
     expected = penalised(mlp(1), numbers(4, 6))
-    with lazygt.session(mesh=PIPE, threads=1):
+    with lazygt.session(mesh=PIPE, workers=lazygt.Workers(threads=1)):
         agree(penalised(in_stages(mlp(1)), numbers(4, 6, device="lazygt")), expected)
 
 
 @pytest.mark.parametrize("shipped", [False, True])
 def test_loading_checkpoint_keeps_placement(shipped: bool) -> None:
-    with lazygt.session(mesh={"pipe": 2, "data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"pipe": 2, "data": 2}, workers=lazygt.Workers(threads=1)) as s:
         model = lazygt.fully_shard(in_stages(mlp()))
         other = on_cpu().double().float()
         for p in other.parameters():
@@ -102,7 +102,7 @@ def test_loading_checkpoint_keeps_placement(shipped: bool) -> None:
 
 
 def test_a_batch_written_in_place_stays_cut() -> None:
-    with lazygt.session(mesh=DATA, threads=1):
+    with lazygt.session(mesh=DATA, workers=lazygt.Workers(threads=1)):
         x = lazygt.distribute(torch.empty(4, 6), [Shard(0)])
         for factor in (1, 2):
             x.copy_(numbers(4, 6) * factor)
@@ -142,9 +142,9 @@ def test_a_loaded_optimizer_state_lies_as_the_parameters_do(
         return file
 
     weights, _ = torch.load(train(mlp(), None, 4))
-    with lazygt.session(mesh=mesh, threads=1):
+    with lazygt.session(mesh=mesh, workers=lazygt.Workers(threads=1)):
         saved = train(lay(mlp()), None, 2)
-    with lazygt.session(mesh=mesh, threads=1):
+    with lazygt.session(mesh=mesh, workers=lazygt.Workers(threads=1)):
         found, _ = torch.load(train(lay(mlp()), saved, 2))
     agree(list(found.values()), list(weights.values()))
 
@@ -157,11 +157,11 @@ def test_a_module_goes_on_in_another_session(
 ) -> None:
     model = on_cpu()
     expected = [model(numbers(4, 6)).detach()]
-    with lazygt.session(mesh={"pipe": 2, "model": 2}, threads=1):
+    with lazygt.session(mesh={"pipe": 2, "model": 2}, workers=lazygt.Workers(threads=1)):
         lay(model.to("lazygt"))
         agree([model(numbers(4, 6, device="lazygt")).detach().cpu()], expected)
         model.to("cpu")
-    with lazygt.session(mesh=mesh, workers=1 if mesh is None else 2, threads=1):
+    with lazygt.session(mesh=mesh, workers=lazygt.Workers(1 if mesh is None else 2, threads=1)):
         model.to("lazygt")
         if lay is in_stages and mesh == PIPE:
             lay(model)
@@ -176,7 +176,7 @@ def test_a_module_goes_on_in_another_session(
 def test_copies_of_a_module_lie_as_it_does(
     lay: Callable[[nn.Sequential], nn.Sequential], copied: str
 ) -> None:
-    with lazygt.session(mesh={"pipe": 2, "model": 2}, threads=1):
+    with lazygt.session(mesh={"pipe": 2, "model": 2}, workers=lazygt.Workers(threads=1)):
         model = lay(mlp())
         if copied == "deepcopy":
             twin = copy.deepcopy(model)
@@ -198,7 +198,7 @@ def test_copies_of_a_module_lie_as_it_does(
 
 
 def test_a_tied_parameter_is_found_by_each_of_its_names() -> None:
-    with lazygt.session(mesh=MODEL, threads=1):
+    with lazygt.session(mesh=MODEL, workers=lazygt.Workers(threads=1)):
         for plan in (
             {"head.weight": {"model": Shard(0)}},
             {"head": lazygt.ColwiseParallel()},
@@ -212,7 +212,7 @@ def test_a_tied_parameter_is_found_by_each_of_its_names() -> None:
 
 
 def test_parameter_that_is_view_is_refused_with_remedy() -> None:
-    with lazygt.session(mesh=DATA, threads=1):
+    with lazygt.session(mesh=DATA, workers=lazygt.Workers(threads=1)):
         layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))
         with pytest.raises(ValueError, match=r"is a view of another tensor.*parameter\.data ="):
             lazygt.fully_shard(layer)
@@ -224,5 +224,5 @@ def test_parameter_that_is_view_is_refused_with_remedy() -> None:
 
 def test_bare_placement_is_refused_with_remedy() -> None:
     refused = pytest.raises(TypeError, match=r"Shard\(dim=0\) is neither a list .* nor a dict")
-    with lazygt.session(mesh=DATA, threads=1), refused:
+    with lazygt.session(mesh=DATA, workers=lazygt.Workers(threads=1)), refused:
         lazygt.distribute(torch.ones(4), Shard(0))  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from lazygt.cli.app import app
 from lazygt.machine import default_machine
 from lazygt.observe.timeline import TimedRun
 from lazygt.runtime.messages import Timings
+from lazygt.settings import grouped
 from lazygt.simulation import DRY, LiveValue, check, predict
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,7 +33,7 @@ for step in range(STEPS):
 
 
 def test_the_mean_of_ranks_and_turns_without_the_first() -> None:
-    with lazygt.session(**DRY) as s:
+    with lazygt.session(**grouped(DRY)) as s:
         living = LiveValue(s)
         weight = torch.ones(64, 64)
         for _ in range(3):

@@ -17,6 +17,7 @@ import lazygt
 from lazygt.graph.liveness import peak_bytes
 from lazygt.machine import default_machine
 from lazygt.runtime.plan import Schedule
+from lazygt.settings import grouped
 from lazygt.simulation import DRY, LiveValue, Prediction, predict
 from lazygt.simulation.rank_memory import KINDS
 
@@ -45,7 +46,7 @@ def predicted(
     program: Callable[[], object], mesh: dict[str, int] | None = None
 ) -> tuple[Prediction, lazygt.Session]:
     more = {"mesh": mesh} if mesh else {}
-    with lazygt.session(**DRY, **more) as s:
+    with lazygt.session(**grouped({**DRY, **more})) as s:
         living = LiveValue(s)
         program()
     return predict(s, default_machine("cpu"), living), s

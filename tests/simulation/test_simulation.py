@@ -18,6 +18,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine, default_machine
 from lazygt.machine.prices import collective_seconds, line_seconds
 from lazygt.runtime.plan import Plan
+from lazygt.settings import grouped
 from lazygt.simulation import DRY, LiveValue, Prediction, Rehearsal, predict
 from lazygt.simulation.program import repeated
 
@@ -36,7 +37,7 @@ def predicted(
     program: Callable[[], object], mesh: dict[str, int] | None = None, machine: Machine = PLAIN
 ) -> tuple[Prediction, lazygt.Session]:
     more = {"mesh": mesh} if mesh else {}
-    with lazygt.session(**DRY, **more) as s:
+    with lazygt.session(**grouped({**DRY, **more})) as s:
         living = LiveValue(s)
         program()
     return predict(s, machine, living), s
@@ -222,7 +223,7 @@ def test_mfu_is_of_the_dtype_that_is_multiplied() -> None:
             lazygt.current().flush()
 
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32")):
-        with lazygt.session(**DRY, device="cuda") as s:
+        with lazygt.session(**grouped({**DRY, "device": "cuda"})) as s:
             living = LiveValue(s)
             program(dtype)
         prediction = predict(s, gpu, living)

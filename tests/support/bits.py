@@ -40,7 +40,9 @@ def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 def same(f: Callable[..., Any], *tensors: torch.Tensor) -> dict[str, Any]:
     """Compare bits over three runs, the later ones from generated code; the session's stats."""
     expected = results(f, list(tensors), "cpu")
-    with lazygt.session(launcher="inline", compile="off", default_device=False) as session:
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(default_device=False)
+    ) as session:
         for _ in range(3):
             for a, b in zip(results(f, list(tensors), "lazygt"), expected, strict=True):
                 assert_same_bits(a, b)

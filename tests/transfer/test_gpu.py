@@ -117,7 +117,7 @@ def test_gpu_workers_write_their_own_blocks() -> None:
     with (
         SharedMemoryTransferSender() as made,
         closing(Reader("shared-memory", made.address, "whole")) as reader,
-        lazygt.session(mesh={"data": 2}, device="cuda", threads=1) as s,
+        lazygt.session(mesh={"data": 2}, device="cuda", workers=lazygt.Workers(threads=1)) as s,
     ):
         made.wait_for_receivers(1, 30.0)
         model = torch.nn.Linear(300, 201)
@@ -141,7 +141,7 @@ def test_gpu_workers_send_their_own_blocks(kind: str) -> None:
         closing(
             Reader(kind, made.address, "half", mesh="model=2", rank=1, placements=placements)
         ) as half,
-        lazygt.session(mesh={"data": 2}, device="cuda", threads=1) as s,
+        lazygt.session(mesh={"data": 2}, device="cuda", workers=lazygt.Workers(threads=1)) as s,
     ):
         made.wait_for_receivers(2, 60.0)
         model = torch.nn.Linear(300, 201)

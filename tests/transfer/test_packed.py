@@ -45,7 +45,7 @@ TENSOR_PARALLEL = {"*.weight": {"model": Shard(0)}}
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[lazygt.Session]:
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         yield s
 
 
@@ -151,7 +151,7 @@ def test_one_sender_for_sessions_and_plain_models(here: Stage) -> None:
     readers = here.readers(sender, 2)
     version = 0
     for _ in range(2):
-        with lazygt.session(mesh={"data": 2}, threads=1):
+        with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
             model = nn.Linear(40, 40)
             lazygt.parallelize_module(model, None, {"*": [Shard(0)]})
             for source in (model, {n: p + 1 for n, p in state(model).items()}, model):
@@ -225,7 +225,7 @@ def test_a_worker_is_killed(
     sender = sender_of(here, request_bytes, monkeypatch)
     readers = engine(here, sender)
     width = 64 if request_bytes < BIG else 1024
-    with lazygt.session(mesh={"data": 2}, threads=1, recover="off") as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1), recovery="off") as s:
         model = model_of(width)
         lazygt.transfer_weights(model, sender, timeout=20.0)
         old = state(model)
@@ -240,7 +240,7 @@ def test_a_worker_is_killed(
         assert time.monotonic() - killed[0] < NAMED_SECONDS
         s.close()
     assert has(readers, 1, old)
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         model = model_of(width)
         lazygt.transfer_weights(model, sender, timeout=20.0)
         assert has(readers, 2, state(model))
@@ -250,7 +250,7 @@ def test_a_worker_is_killed(
 def test_a_worker_is_stopped(here: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = sender_of(here, BIG, monkeypatch)
     readers = engine(here, sender)
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         model = model_of(1024)
         lazygt.transfer_weights(model, sender, timeout=20.0)
         expected = state(model)

@@ -81,7 +81,7 @@ def train(model: Model) -> None:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[lazygt.Session]:
-    with lazygt.session(mesh={"data": 2, "model": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2, "model": 2}, workers=lazygt.Workers(threads=1)) as s:
         yield s
 
 
@@ -259,7 +259,7 @@ def test_a_plain_model_is_cut_for_its_receivers(here: Stage) -> None:
 
 @pytest.mark.timed
 def test_workers_let_go_when_the_sender_closes(here: Stage) -> None:
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         model = nn.Linear(64, 64)
         lazygt.parallelize_module(model, None, {"*": [Shard(0)]})
         model.weight.sum().item()
@@ -394,7 +394,7 @@ def send_and(
 def test_a_worker_is_killed(here: Stage) -> None:
     sender = here.sender()
     (reader,) = here.readers(sender)
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         model = large()
         lazygt.transfer_weights(model, sender, timeout=20.0)
         old = checksums(state(model))
@@ -412,7 +412,7 @@ def test_a_worker_is_killed(here: Stage) -> None:
 def test_a_worker_is_stopped_and_wakes_up_later(here: Stage) -> None:
     sender = here.sender()
     (reader,) = here.readers(sender)
-    with lazygt.session(mesh={"data": 2}, threads=1) as s:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         model = large()
         lazygt.transfer_weights(model, sender, timeout=20.0)
         expected = checksums(state(model))
@@ -455,7 +455,7 @@ def test_a_receiver_is_killed(session: lazygt.Session, here: Stage) -> None:
 def test_a_failed_op_is_raised_and_nothing_is_sent(here: Stage) -> None:
     sender = here.sender()
     (reader,) = here.readers(sender)
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         good = torch.ones(4, 4)
         lazygt.transfer_weights({"x": good}, sender, timeout=20.0)
         bad = torch.linalg.cholesky(-good)

@@ -76,7 +76,9 @@ def test_no_program_is_new_after_the_third_token(
         counts.append((len(runs), len(stats["plan_misses"]), stats["ops_inferred"], len(templates)))
 
     expected = generated(model, "cpu", cache)
-    with lazygt.session(launcher="inline", compile="off", default_device=False) as s:
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(default_device=False)
+    ) as s:
         assert generated(model.to("lazygt"), "lazygt", cache, seen) == expected
     assert len(counts) == TOKENS
     # the last two texts are as long as the cache of fixed size, or nearly

@@ -73,7 +73,7 @@ def test_a_plan_of_transformers_gives_the_numbers_of_one_device(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     expected = train(lambda: causal_model(family), "cpu")
-    with lazygt.session(mesh={"tp": 2}, threads=1):
+    with lazygt.session(mesh={"tp": 2}, workers=lazygt.Workers(threads=1)):
         computed = train(lambda: laid_out(causal_model(family)), "lazygt")
     for got, want in zip(computed, expected, strict=True):
         torch.testing.assert_close(got, want)

@@ -57,7 +57,9 @@ def test_bits_are_those_of_eager_torch(name: str, made: str) -> None:
     need(program.packages)
     eager = program.run("cpu")
     inside = made == "inside"
-    with lazygt.session(launcher="inline", compile="off", default_device=inside) as session:
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(default_device=inside)
+    ) as session:
         ours = {key: bits(value) for key, value in program.run("lazygt").items()}
         assert session.stats()["ops_recorded"] > 0
     assert ours.keys() == eager.keys()

@@ -643,7 +643,7 @@ def test_plans_that_differ_in_sizes_share_their_code() -> None:
             got = (x[1 : width + 1].reshape(-1) * 2).cpu()
         return got
 
-    with lazygt.session(launcher="inline", plan_code="python"):
+    with lazygt.session(launcher="inline", compile=lazygt.Compile(plan_code="python")):
         run(2)
         before = _code_of_source.cache_info()
         got = run(4)

@@ -39,7 +39,9 @@ def hosts() -> Iterator[Hosts]:
 def session(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[lazygt.Session]:
     """A session whose only worker is on another host."""
     monkeypatch.setitem(opening.LAUNCHERS, "agents", hosts.open([0, 1]))
-    with lazygt.session(launcher="agents", workers=1, frozen_after=100.0) as session:
+    with lazygt.session(
+        launcher="agents", workers=lazygt.Workers(1, frozen_after=100.0)
+    ) as session:
         assert torch.ones(3).sum().item() == 3
         yield session
 

@@ -48,7 +48,7 @@ def seen(source: LocalStatus, what: Callable[[SessionStatus], bool]) -> SessionS
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Any]:
-    with lazygt.session(mesh={"data": 2}, frozen_after=100.0) as session:
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(frozen_after=100.0)) as session:
         torch.ones(3).sum().item()
         yield session
 

@@ -22,7 +22,9 @@ Tensor = torch.Tensor
 
 @pytest.fixture
 def s() -> Iterator[lazygt.Session]:
-    with lazygt.session(launcher="dry", mesh={"data": 4}, keep_stages=True) as session:
+    with lazygt.session(
+        launcher="dry", mesh={"data": 4}, planning=lazygt.Planning(keep_stages=True)
+    ) as session:
         yield session
 
 
@@ -114,7 +116,9 @@ def test_only_the_dearest_are_looked_into(
 
 
 def test_labels_of_every_value_on_every_axis() -> None:
-    with lazygt.session(launcher="dry", mesh={"data": 2, "model": 2}, keep_stages=True) as s:
+    with lazygt.session(
+        launcher="dry", mesh={"data": 2, "model": 2}, planning=lazygt.Planning(keep_stages=True)
+    ) as s:
         x = lazygt.distribute(torch.randn(8, 16), {"data": Shard(0)})
         w = lazygt.distribute(torch.randn(16, 4), {"model": Shard(0)})
         s.flush()

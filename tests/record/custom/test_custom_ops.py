@@ -327,7 +327,7 @@ def test_unpicklable_op_is_refused_at_call(s: lazygt.Session) -> None:
 
 
 def test_no_code_is_sent_where_that_is_forbidden() -> None:
-    with lazygt.session(launcher="inline", ship_code=False):
+    with lazygt.session(launcher="inline", workers=lazygt.Workers(ship_code=False)):
         with pytest.raises(lazygt.CodeError, match=r"lazygt_tests\.scale\.default \(defined in "):
             scale(torch.ones(2), 1.0)
         with pytest.raises(lazygt.CodeError, match=r"ship_code=False"):
@@ -381,7 +381,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 def test_a_worker_imports_the_module_that_defines_an_op(module: Callable[..., Any]) -> None:
     found = module("lazygt_test_module")
-    with lazygt.session(workers=1, ship_code=False) as s:
+    with lazygt.session(workers=lazygt.Workers(1, ship_code=False)) as s:
         assert found.f(torch.ones(2)).tolist() == [13, 13]  # the worker's module: "1" + "3"
         assert s.last_plan is not None
         assert "lazygt_test_module.f.default@lazygt_test_module" in str(s.last_plan)
@@ -466,7 +466,7 @@ def test_a_worker_loads_the_library_that_defines_an_op(tmp_path: Path) -> None:
         x = values()
         assert torch.ops.lazygt_cpp.copied(x).tolist() == [1, -2, 2, 2]
         assert lazygt.apply(lambda x: torch.ops.lazygt_cpp.copied(x), x).tolist() == [1, -2, 2, 2]
-    with lazygt.session(workers=1, ship_code=False):
+    with lazygt.session(workers=lazygt.Workers(1, ship_code=False)):
         assert torch.ops.lazygt_cpp.copied(values()).tolist() == [1, -2, 2, 2]
 
 

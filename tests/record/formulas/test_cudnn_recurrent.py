@@ -238,7 +238,7 @@ def test_reserve_is_kept_from_one_plan_to_the_next(kind: Any, plan_code: str) ->
         return found
 
     expected = passes("cpu")
-    with lazygt.session(launcher="inline", plan_code=plan_code):
+    with lazygt.session(launcher="inline", compile=lazygt.Compile(plan_code=plan_code)):
         found = passes("lazygt")
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)

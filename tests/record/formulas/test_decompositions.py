@@ -148,7 +148,9 @@ def stream_of(run: Run, program: Any) -> streams.Stream:
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_attention_takes_the_kernel_that_cpus_take(shapes: str, mask: str) -> None:
     """The very ops of eager torch, in order, with their arguments."""
-    with lazygt.session(launcher="inline", compile="off", default_device=False):
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(default_device=False)
+    ):
         floats = (torch.float32,)
         choices = itertools.chain(
             itertools.product((False, True), (0.0, 0.5), ("rows", "heads inside"), floats),
@@ -164,7 +166,9 @@ def test_attention_takes_the_kernel_that_cpus_take(shapes: str, mask: str) -> No
 def test_attention_obeys_the_switches_of_kernels() -> None:
     case = (SHAPES["plain"], "none", False, 0.0, "rows", torch.float32)
     backends = torch.nn.attention.SDPBackend
-    with lazygt.session(launcher="inline", compile="off", default_device=False):
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(default_device=False)
+    ):
         with torch.nn.attention.sdpa_kernel(backends.MATH):
             _, theirs = streams.eager(attention(*case, "cpu"))
             _, ours = streams.recorded(attention(*case, "lazygt"))

@@ -46,7 +46,12 @@ NORMS: dict[str, Norm] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    with lazygt.session(launcher="inline", compile="off", threads=1, default_device=False):
+    with lazygt.session(
+        launcher="inline",
+        compile="off",
+        workers=lazygt.Workers(threads=1),
+        tracing=lazygt.Tracing(default_device=False),
+    ):
         yield
 
 

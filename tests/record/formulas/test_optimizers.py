@@ -96,7 +96,9 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "options"), list(cases()))
 def test_five_steps_have_the_bits_of_eager_torch(name: str, options: dict[str, Any]) -> None:
     expected = trained(name, options, "cpu")
-    with lazygt.session(launcher="inline", compile="off", default_device=False):
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(default_device=False)
+    ):
         ours = trained(name, options, "lazygt")
     assert len(ours) == len(expected)
     for a, b in zip(ours, expected, strict=True):
@@ -107,7 +109,9 @@ def test_five_steps_have_the_bits_of_eager_torch(name: str, options: dict[str, A
 def test_foreach_formulas_of_the_same_bits_are_kept(name: str) -> None:
     """A step then records as many ops for 50 parameters as for 5."""
     counts = []
-    with lazygt.session(launcher="inline", compile="off", default_device=False) as session:
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(default_device=False)
+    ) as session:
         for number in (5, 50):
             params = [nn.Parameter(torch.ones(3).to("lazygt")) for _ in range(number)]
             optimizer = getattr(torch.optim, name)(params)
@@ -138,7 +142,9 @@ def test_averaged_models_and_clipped_gradients(options: dict[str, Any]) -> None:
         return [value.detach().cpu() for value in average.state_dict().values()]
 
     expected = averaged("cpu")
-    with lazygt.session(launcher="inline", compile="off", default_device=False):
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(default_device=False)
+    ):
         ours = averaged("lazygt")
     for a, b in zip(ours, expected, strict=True):
         assert torch.equal(a, b)

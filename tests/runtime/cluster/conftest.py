@@ -8,6 +8,7 @@ import pytest
 
 import lazygt
 from lazygt.runtime.cluster import opening
+from lazygt.settings import grouped
 from tests.runtime.cluster.agents import Hosts
 
 
@@ -24,6 +25,8 @@ def on(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Callable[..., lazygt.Se
 
     def opened(*workers: int, **settings: object) -> lazygt.Session:
         monkeypatch.setitem(opening.LAUNCHERS, "agents", hosts.open(list(workers)))
-        return lazygt.session(launcher="agents", workers=sum(workers), **settings)
+        return lazygt.session(
+            **grouped({"launcher": "agents", "workers": sum(workers), **settings})
+        )
 
     return opened

@@ -31,7 +31,7 @@ def test_a_line_of_the_table_is_a_launcher(monkeypatch: pytest.MonkeyPatch) -> N
     line = partial(opening._processes, f"{__name__}:Noting")
     monkeypatch.setitem(opening.LAUNCHERS, "noting", line)
     monkeypatch.setattr(Noting, "started", [])
-    with lazygt.session(launcher="noting", workers=2, threads=1):
+    with lazygt.session(launcher="noting", workers=lazygt.Workers(2, threads=1)):
         assert (torch.ones(3) * 2 + 1).sum().item() == 9.0
     assert Noting.started == [0, 1]
 

@@ -64,7 +64,7 @@ def total(rows: torch.Tensor) -> torch.Tensor:
 def test_ranks_that_would_not_meet_are_named(
     monkeypatch: pytest.MonkeyPatch, mistake: Mistake, other: str, at: int
 ) -> None:
-    with lazygt.session(mesh={"data": 2}, threads=1):
+    with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)):
         rows = torch.ones(6)
         assert total(rows).item() == 6.0
         with_mistake(monkeypatch, mistake, at)

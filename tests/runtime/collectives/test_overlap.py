@@ -97,7 +97,7 @@ def test_buffer_being_sent_is_not_overwritten() -> None:
 
 @pytest.mark.slow
 def test_gradients_travel_while_the_backward_goes_on() -> None:
-    with lazygt.session(mesh=DATA, threads=1, compile="off") as s:
+    with lazygt.session(mesh=DATA, workers=lazygt.Workers(threads=1), compile="off") as s:
         layers = [layer for _ in range(3) for layer in (nn.Linear(512, 512), nn.ReLU())]
         model = nn.Sequential(*layers)
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -145,7 +145,11 @@ def test_gradients_of_several_microbatches_travel_during_a_backward(
 def test_buckets_change_no_bit_of_a_training(optimizer: str) -> None:
     found = []
     for cap in (25.0, 0.01, 0.0):
-        with lazygt.session(mesh=DATA, threads=1, bucket_cap_mb=cap):
+        with lazygt.session(
+            mesh=DATA,
+            workers=lazygt.Workers(threads=1),
+            planning=lazygt.Planning(bucket_cap_mb=cap),
+        ):
             losses, state, s = training.train("gpt", DATA, optimizer)
             most = max(len(plan.collectives) for plan in s.plans())
         found.append((losses + state, most))
@@ -160,7 +164,9 @@ def test_buckets_change_no_bit_of_a_training(optimizer: str) -> None:
 @pytest.mark.parametrize("bad_row", [0, 4])
 @pytest.mark.parametrize("runs_before", [0, 3])
 def test_failure_during_collective_leaves_no_rank_waiting(bad_row: int, runs_before: int) -> None:
-    with lazygt.session(mesh=DATA, threads=1, bucket_cap_mb=0) as s:
+    with lazygt.session(
+        mesh=DATA, workers=lazygt.Workers(threads=1), planning=lazygt.Planning(bucket_cap_mb=0)
+    ) as s:
         table = torch.arange(10.0).reshape(5, 2)
         kept = table + 1
         s.flush()
@@ -184,7 +190,7 @@ def test_failure_during_collective_leaves_no_rank_waiting(bad_row: int, runs_bef
 
 @pytest.mark.slow
 def test_a_profile_shows_launches_and_waits() -> None:
-    with lazygt.session(mesh=DATA, threads=1) as s:
+    with lazygt.session(mesh=DATA, workers=lazygt.Workers(threads=1)) as s:
         x = lazygt.distribute(torch.ones(6), [S0])
         s.flush()
         with lazygt.profile(s) as timeline:

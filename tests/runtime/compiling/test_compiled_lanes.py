@@ -153,7 +153,7 @@ def test_off_keeps_every_bit() -> None:
 @pytest.mark.timeout(400)
 def test_session_compiles_lanes(tmp_path: Path) -> None:
     expected = stepped("cpu", steps=8)
-    with lazygt.session(compile="now", cache_dir=str(tmp_path)) as s:
+    with lazygt.session(compile=lazygt.Compile("now", cache_dir=str(tmp_path))) as s:
         found = stepped("lazygt", s.flush, steps=8)
         lanes = [made for made in s.compiles() if made.ops == LANES * 8]
         assert [made.status for made in lanes] == ["compiled"]

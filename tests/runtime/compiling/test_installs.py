@@ -249,7 +249,7 @@ def compiled_run(launcher: str, midway: Callable[[], object] = int) -> tuple[tor
     """
     start = torch.rand(200_000, generator=torch.Generator().manual_seed(0))
     with lazygt.session(
-        compile="now", launcher=launcher, workers=2, mesh={"data": 2}, threads=1
+        compile="now", launcher=launcher, workers=lazygt.Workers(2, threads=1), mesh={"data": 2}
     ) as session:
         x = lazygt.distribute(start.to("lazygt"), {"data": lazygt.Shard(0)})
         for _ in range(6):
@@ -333,7 +333,7 @@ def test_pending_installs_survive_failed_step() -> None:
 @pytest.mark.usefixtures("two_hosts")
 def test_where_one_rank_can_not_swap_none_does(far_cache: Path) -> None:
     with lazygt.session(
-        compile="now", launcher="two-hosts", workers=2, mesh={"data": 2}, threads=1
+        compile="now", launcher="two-hosts", workers=lazygt.Workers(2, threads=1), mesh={"data": 2}
     ) as session:
         x = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
         x = lazygt.distribute(x.to("lazygt"), {"data": lazygt.Shard(0)})

@@ -68,7 +68,9 @@ GROUPS = {
 
 def recorded(program: Program) -> Graph:
     """The graph of a step, forward and backward, after the passes."""
-    with lazygt.session(launcher="inline", compile="off", flush_on_backward=False) as s:
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(flush_on_backward=False)
+    ) as s:
         torch.manual_seed(0)
         x = torch.randn(64, 8, 4, 16, requires_grad=True)
         w = torch.rand(16, requires_grad=True)
@@ -138,7 +140,9 @@ def test_off_keeps_every_bit(launcher: str) -> None:
         return [loss.detach().cpu(), *(p.grad.cpu() for p in (x, w) if p.grad is not None)]
 
     expected = {name: gradients("cpu", name) for name in PROGRAMS}
-    with lazygt.session(compile="off", launcher=launcher, threads=torch.get_num_threads()):
+    with lazygt.session(
+        compile="off", launcher=launcher, workers=lazygt.Workers(threads=torch.get_num_threads())
+    ):
         for name, wanted in expected.items():
             for _ in range(3):
                 for one, other in zip(gradients("lazygt", name), wanted, strict=True):

@@ -17,6 +17,7 @@ from torch import Tensor
 import lazygt
 from lazygt.runtime.compiling import compiler
 from lazygt.runtime.executors.compiled import Cache
+from lazygt.settings import grouped
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -200,7 +201,7 @@ def test_a_stopped_compile_process_is_given_up(
 
     monkeypatch.setattr(compiler, "_start", stopped)
     with (
-        lazygt.session(compile=mode, frozen_after=1.0) as s,
+        lazygt.session(compile=mode, workers=lazygt.Workers(frozen_after=1.0)) as s,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -215,7 +216,7 @@ def test_a_stopped_compile_process_is_given_up(
 
 @pytest.mark.anew
 def test_a_compile_process_that_never_answers_is_given_up(empty_cache: Path) -> None:
-    with lazygt.session(compile="auto", compile_timeout=0.3) as s:
+    with lazygt.session(compile=lazygt.Compile("auto", timeout=0.3)) as s:
         results("lazygt", [SIZE] * 2)
         with pytest.warns(RuntimeWarning, match=r"answered nothing for 0\.3 s"):
             assert s.compiled()
@@ -230,8 +231,8 @@ def test_a_compile_process_that_never_answers_is_given_up(empty_cache: Path) -> 
 def test_a_wait_for_compiled_code_watches_the_workers(
     empty_cache: Path, number: signal.Signals, error: type[lazygt.LazyGTError]
 ) -> None:
-    settings = {"compile": "auto", "workers": 2, "frozen_after": 1.0, "recover": "off"}
-    with lazygt.session(**settings) as s:
+    settings = {"compile": "auto", "workers": 2, "frozen_after": 1.0, "recovery": "off"}
+    with lazygt.session(**grouped(settings)) as s:
         results("lazygt", [SIZE] * 2)
         s.synchronize()  # who has not come up yet has until start_timeout
         assert not s.compiled(timeout=0)
@@ -254,7 +255,7 @@ def test_the_compile_process_ends_with_its_session(empty_cache: Path) -> None:
 
 
 def test_a_forgotten_plan_comes_back_compiled() -> None:
-    with lazygt.session(compile="now", max_plans=1) as s:
+    with lazygt.session(compile="now", planning=lazygt.Planning(max_plans=1)) as s:
         for _ in range(2):
             same(results("lazygt", [SIZE]), results("cpu", [SIZE]))
             torch.ones(3, device="lazygt").sum().item()
@@ -293,12 +294,12 @@ def test_a_cache_that_is_closed_meanwhile_leaves_nothing_compiling(empty_cache: 
 @pytest.mark.anew
 def test_damaged_code_is_compiled_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")  # Inductor tries them all, as for users
-    with lazygt.session(compile="now", cache_dir=str(empty_cache)) as s:
+    with lazygt.session(compile=lazygt.Compile("now", cache_dir=str(empty_cache))) as s:
         results("lazygt", [SIZE])
     (code,) = empty_cache.glob("*.so")
     whole = code.read_bytes()
     code.write_bytes(whole[:4096] + bytes(len(whole) - 4096))
-    with lazygt.session(compile="now", cache_dir=str(empty_cache)) as s:
+    with lazygt.session(compile=lazygt.Compile("now", cache_dir=str(empty_cache))) as s:
         same(results("lazygt", [SIZE]), results("cpu", [SIZE]))
         assert [(made.status, made.tier) for made in s.compiles()] == [("compiled", "compiled")]
 

@@ -158,12 +158,12 @@ PROGRAMS: tuple[Callable[[lazygt.Session], None], ...] = (
 def test_answers_are_pythons(
     shadowed: list[Shadowed], program: Callable[[lazygt.Session], None]
 ) -> None:
-    with lazygt.session(launcher="inline", plan_code="native") as session:
+    with lazygt.session(launcher="inline", compile=lazygt.Compile(plan_code="native")) as session:
         program(session)
 
 
 def test_known_run_bypasses_python(shadowed: list[Shadowed]) -> None:
-    with lazygt.session(launcher="inline", plan_code="native"):
+    with lazygt.session(launcher="inline", compile=lazygt.Compile(plan_code="native")):
         x = torch.arange(4.0)
         for _ in range(100):
             x.sum().item()
@@ -173,7 +173,11 @@ def test_known_run_bypasses_python(shadowed: list[Shadowed]) -> None:
 
 def test_other_message_invalidates_known_run(shadowed: list[Shadowed]) -> None:
     """A plan may be forgotten, swapped or sent anew: whatever comes, Python looks again."""
-    with lazygt.session(launcher="inline", plan_code="native", max_plans=2):
+    with lazygt.session(
+        launcher="inline",
+        compile=lazygt.Compile(plan_code="native"),
+        planning=lazygt.Planning(max_plans=2),
+    ):
         x = torch.arange(4.0)
         for size in (1, 2, 3, 1, 2, 3, 1, 1, 1):
             for _ in range(4):
@@ -181,7 +185,7 @@ def test_other_message_invalidates_known_run(shadowed: list[Shadowed]) -> None:
 
 
 def test_values_of_a_worker_that_was_closed_are_gone() -> None:
-    with lazygt.session(launcher="inline", plan_code="native") as session:
+    with lazygt.session(launcher="inline", compile=lazygt.Compile(plan_code="native")) as session:
         x = torch.arange(4.0)
         for _ in range(4):
             x.sum().item()

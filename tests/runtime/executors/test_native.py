@@ -156,7 +156,7 @@ def test_the_setting_chooses_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code_of("auto"), code_of("python")) == (GeneratedCode, GeneratedCode)
     with (
         pytest.raises(LazyGTError, match="none was built; run `lazygt build-native`"),
-        lazygt.session(launcher="inline", plan_code="native"),
+        lazygt.session(launcher="inline", compile=lazygt.Compile(plan_code="native")),
     ):
         pass
 
@@ -164,7 +164,7 @@ def test_the_setting_chooses_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_plan_code_is_refused() -> None:
     with (
         pytest.raises(ValueError, match="expected 'auto', 'native' or 'python'"),
-        lazygt.session(plan_code="quick"),
+        lazygt.session(compile=lazygt.Compile(plan_code="quick")),
     ):
         pass
 
@@ -356,7 +356,9 @@ def test_inputs_are_held_by_nobody_afterwards() -> None:
 
 def step_plan() -> Plan:
     """A whole training step, flushed at its end."""
-    with lazygt.session(launcher="inline", compile="off", flush_on_backward=False) as s:
+    with lazygt.session(
+        launcher="inline", compile="off", tracing=lazygt.Tracing(flush_on_backward=False)
+    ) as s:
         step = mlp_step("lazygt", "adam", batch=8, width=64)
         s.flush()
         for _ in range(3):

@@ -33,7 +33,7 @@ group = Path(sys.argv[1])
 (group / "memory.limit_in_bytes").write_text(str(1 << 30))
 (group / "cgroup.procs").write_text(str(os.getpid()))
 try:
-    with lazygt.session(threads=1) as s:
+    with lazygt.session(workers=lazygt.Workers(threads=1)) as s:
         s.synchronize()
         # the client is not to be the one
         Path(f"/proc/{s.worker_pids[0]}/oom_score_adj").write_text("1000")
