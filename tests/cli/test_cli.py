@@ -465,10 +465,10 @@ with lazygt.session(workers=lazygt.Workers(start_timeout=1.0)):
 def test_program_without_computation_contacts_no_pool(
     said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = "on='tcp://127.0.0.1:9', key='alice.key', workers=2, detach=True"
+    asked = "pool=lazygt.PoolAccess('tcp://127.0.0.1:9', key='alice.key', detach=True), workers=2"
     if said == "by variables":
         asked = "workers=2"
-        monkeypatch.setenv("LAZYGT_ON", "tcp://127.0.0.1:9")
+        monkeypatch.setenv("LAZYGT_POOL", "tcp://127.0.0.1:9")
         monkeypatch.setenv("LAZYGT_KEY", "alice.key")
     script = tmp_path / "pooled.py"
     script.write_text(IN_A_POOL.format(asked=asked))

@@ -230,7 +230,9 @@ def test_stages_of_a_plan() -> None:
 def test_stages_that_are_not_kept(s: lazygt.Session) -> None:
     torch.ones(3).tolist()
     plan = s.last_plan
-    with pytest.raises(ValueError, match=r"lazygt.session\(keep_stages=True\)"):
+    with pytest.raises(
+        ValueError, match=r"lazygt.session\(planning=Planning\(keep_stages=True\)\)"
+    ):
         s.stages(plan)
     with (
         lazygt.session(launcher="inline", planning=lazygt.Planning(keep_stages=True)) as other,

@@ -38,7 +38,8 @@ CLIENT = (
 def heard():
     sys.stdin.readline()
 try:
-    with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2], grace=float(sys.argv[3])),
+    with lazygt.session(pool=lazygt.PoolAccess(sys.argv[1], key=sys.argv[2],
+                                               grace=float(sys.argv[3])),
                         workers=lazygt.Workers(1, frozen_after=60.0)):
         steps(lambda line: print(line, flush=True), heard)
 except lazygt.LazyGTError as error:

@@ -36,7 +36,8 @@ def test_an_optimizer_on_the_cpu() -> None:
         "the optimizer that stepped at HERE trains parameters on the CPU of this process, not on "
         "the workers of the session made at HERE. Make the model in the session, or move it with "
         ".to('lazygt') before the optimizer is made; tell a framework the device "
-        "(docs/frameworks.md). If it is meant so, open the session with default_device=False."
+        "(docs/frameworks.md). If it is meant so, open the session with "
+        "tracing=Tracing(default_device=False)."
     ]
 
 
@@ -103,7 +104,7 @@ RECORDED_NOTHING = (
     "computed by this process. A device of torch's own, as of `'cuda' if torch.cuda.is_available() "
     "else 'cpu'`, is not the session's. Write device='lazygt', or leave the device out, and move "
     "what was made before the session with .to('lazygt'). If it is meant so, open the session with "
-    "default_device=False."
+    "tracing=Tracing(default_device=False)."
 )
 
 

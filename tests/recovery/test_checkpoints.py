@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_the_bits_of_one_that_was_not_killed(name: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one worker", "fully sharded"])
 def test_a_run_without_recovery_goes_on(name: str, tmp_path: Path) -> None:
-    check_resumed(LAYOUTS[name], tmp_path, recover="off")
+    check_resumed(LAYOUTS[name], tmp_path, recovery="off")
 
 
 @pytest.mark.slow

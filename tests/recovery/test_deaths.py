@@ -232,7 +232,7 @@ def test_no_room_for_a_snapshot_is_said_once(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ({"recovery": "yes"}, "recover='yes'"),
+        ({"recovery": "yes"}, "recovery='yes'"),
         ({"snapshot_cost": 0.0}, "snapshot_cost=0.0"),
         ({"snapshot_cost": 2.0}, "snapshot_cost=2.0"),
         ({"journal_bytes": 0}, "journal_bytes=0"),

@@ -164,7 +164,7 @@ def test_cuda_graphs_exist_only_on_gpus() -> None:
 
 
 def test_the_setting_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"cuda_graphs='on'\): expected 'auto', 'off' or 'now'"):
+    with pytest.raises(ValueError, match=r"cuda_graphs='on'\)\): expected 'auto', 'off' or 'now'"):
         Config.load(cuda_graphs="on")
     with pytest.raises(ValueError, match="max_cuda_graph_bytes=0"):
         Config.load(max_cuda_graph_bytes=0)
