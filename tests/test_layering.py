@@ -28,7 +28,7 @@ RUNTIME = (
 # From the bottom up; what stands in one row may import one another, without a circle. A name is a
 # package's or, at the root, a file's; "lazygt" is the package's own __init__.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "config", "settings", "host", "plots", "tables"}),
+    frozenset({"errors", "config", "settings", "host", "printing"}),
     frozenset({"native"}),
     frozenset({"net"}),
     frozenset({"graph"}),

@@ -20,9 +20,9 @@ from lazygt.net.keys import Keyring, keys_place, new_token
 from lazygt.pool.gateway import open_gateway
 from lazygt.pool.pool_client import Pool
 from lazygt.pool.requests import Quota, Rules, address, quotas
+from lazygt.printing.tables import PlainTable
 from lazygt.runtime.cluster import attach
 from lazygt.runtime.cluster.environment import Job
-from lazygt.tables import PlainTable
 
 Folder = Annotated[
     Path | None,

@@ -25,7 +25,7 @@ from lazygt.config import OF_POOLS, cache_setting
 from lazygt.errors import MachineError
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import machine_of
-from lazygt.plots import missing
+from lazygt.printing.plots import missing
 from lazygt.session import Session, overseen
 
 #: Matches an import of lazygt: such a script opens its sessions itself.

@@ -19,8 +19,8 @@ from lazygt.native import fit
 from lazygt.native.build import BuildError, build, install
 from lazygt.native.build import write as write_wheel
 from lazygt.observe import doctor as checks
+from lazygt.printing.tables import PlainTable
 from lazygt.session import Session
-from lazygt.tables import PlainTable
 
 #: Styles of the states of checks.
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}

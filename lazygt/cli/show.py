@@ -34,7 +34,7 @@ from lazygt.observe.timeline import Timeline
 from lazygt.observe.timeline import profile as profile_of
 from lazygt.observe.traffic import LogSummary, Total, read_log
 from lazygt.observe.why import why as why_of
-from lazygt.tables import PlainTable
+from lazygt.printing.tables import PlainTable
 
 _SLOWEST = 5
 _DRY = (

@@ -29,9 +29,9 @@ from lazygt.observe.report import (
     Unfused,
 )
 from lazygt.passes.fuse import Fuse, Prices, Surroundings, candidates, saved_bytes, worth
+from lazygt.printing.tables import summed
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
-from lazygt.tables import summed
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.axis import AxisStep

@@ -25,7 +25,7 @@ from lazygt.graph.cost import Cost, base_name
 from lazygt.graph.placement import WAIT
 from lazygt.graph.text import amount, count
 from lazygt.observe.report import code_at
-from lazygt.tables import truncated
+from lazygt.printing.tables import truncated
 
 #: Fill colour of each family of ops, and of inputs and outputs.
 COLOURS = {

@@ -18,7 +18,7 @@ from lazygt.graph.comm_volume import parallelism_of
 from lazygt.graph.cost import Cost
 from lazygt.graph.text import amount, duration
 from lazygt.machine.extrapolation import Outside
-from lazygt.tables import PlainTable, Printed, heading, section, summed, truncated
+from lazygt.printing.tables import PlainTable, Printed, heading, section, summed, truncated
 
 #: Path prefix of installed packages.
 _INSTALLED = re.compile(r"^.*/(site|dist)-packages/")

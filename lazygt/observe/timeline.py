@@ -21,6 +21,7 @@ from lazygt.graph.node import Graph
 from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 from lazygt.graph.source import expand
 from lazygt.host.files import write_output
+from lazygt.printing.tables import summed
 from lazygt.recovery.recover import RecoveryRecord
 from lazygt.runtime.client.client import Client
 from lazygt.runtime.client.console import Observer
@@ -30,7 +31,6 @@ from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 from lazygt.submit.history import Flush
-from lazygt.tables import summed
 
 # -- collectives in timed runs: exposed seconds, and seconds that overlap with work ----------------
 

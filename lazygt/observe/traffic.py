@@ -15,7 +15,7 @@ from rich.text import Text
 from lazygt.graph.collectives import ring_limit
 from lazygt.graph.comm_volume import TransformerStep, Volume
 from lazygt.graph.text import amount
-from lazygt.tables import PlainTable, Printed, remarks
+from lazygt.printing.tables import PlainTable, Printed, remarks
 
 # -- summary of an instruction log ----------------------------------------------------------------
 

@@ -12,11 +12,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from lazygt.graph.text import count, duration
-from lazygt.plots import figure
+from lazygt.printing.plots import figure
+from lazygt.printing.tables import PlainTable, Printed, heading, remarks
 from lazygt.serving.mistakes import Remark
 from lazygt.serving.simulation import Arrivals, ServiceRun
 from lazygt.serving.stages import HIGH_LOAD, StageNumbers
-from lazygt.tables import PlainTable, Printed, heading, remarks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,11 +27,11 @@ from lazygt.observe.report import (
     shown,
 )
 from lazygt.observe.timeline import TimedRun, box, track_name, write_trace
+from lazygt.printing.tables import PlainTable, Printed, heading, section, summed
 from lazygt.simulation.discrete_event import RankClass, Simulated, Span
 from lazygt.simulation.rank_memory import KINDS, HeldMemory
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 from lazygt.submit.memory_categories import OPTIMIZER, PARAMETERS
-from lazygt.tables import PlainTable, Printed, heading, section, summed
 
 #: Rows of each table, at most.
 _MAX_ROWS = 8

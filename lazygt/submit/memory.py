@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from lazygt.graph.text import amount
-from lazygt.tables import Printed, plain_table
+from lazygt.printing.tables import Printed, plain_table
 
 
 class RankMemory(NamedTuple):

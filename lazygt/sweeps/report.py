@@ -13,10 +13,10 @@ from rich.text import Text
 
 from lazygt.graph.text import amount, duration
 from lazygt.host.files import open_output
-from lazygt.plots import figure
+from lazygt.printing.plots import figure
+from lazygt.printing.tables import PlainTable, Printed
 from lazygt.sweeps.knobs import Combination
 from lazygt.sweeps.steps import Shares
-from lazygt.tables import PlainTable, Printed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lazygt import plots
 from lazygt.cli.app import app
+from lazygt.printing import plots
 
 QUICK = ["--qps", "600", "--seconds", "5", "--stage", "rank:batch=50,infer=80ms"]
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lazygt.observe.top.status import STATES, STUCK, PoolStatus, RankStatus, SessionStatus
-from lazygt.tables import plain_table
+from lazygt.printing.tables import plain_table
 
 # -- a session -------------------------------------------------------------------------------------
 

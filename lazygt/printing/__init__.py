@@ -1,0 +1,1 @@
+"""Output for readers: tables in terminals and notebooks, plots in files."""
