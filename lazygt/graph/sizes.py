@@ -12,7 +12,7 @@ A symbolic meta is not for shape inference: its sizes do not fit each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -246,11 +246,15 @@ class _FromSymbols(_Rewriting):
 
 
 class Resize(_Rewriting):
-    """Rewriting of metas from old sizes to new ones."""
+    """Rewriting of metas from old sizes to new ones.
 
-    def __init__(self, old_sizes: Sizes, new_sizes: Sizes) -> None:
+    Args:
+        sizes: old size -> new size.
+    """
+
+    def __init__(self, sizes: Mapping[int, int]) -> None:
         super().__init__()
-        self._sizes = dict(zip(old_sizes, new_sizes, strict=True))
+        self._sizes = sizes
 
     def number(self, number: int) -> int:
         return number if number < LEAST else self._sizes[number]

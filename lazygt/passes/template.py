@@ -1,126 +1,33 @@
 """Templates: optimised programs, reused in other sizes (symbolic shapes).
 
-Sizes change from step to step (a smaller batch, a longer sequence), the program does not. So a
-recorded graph is keyed by its symbolic form, with a symbol instead of every size. Graphs with equal
-keys get the same decisions from every pass, so the optimised graph of the first one, with other
-sizes substituted, is the optimised graph of the others.
+Sizes change from step to step (a smaller batch, a longer sequence), the program does not. A
+template is an optimised program with its recorded steps. Another recorded program that equals these
+steps, up to a mapping of sizes, gets the template's plan with its own sizes substituted. That is
+what the passes would make of it if, in the new sizes,
 
-That holds as long as the passes' questions about sizes (``passes.guards``) have the same answers
-in the other sizes, which is checked every time.
+- the passes' questions about sizes (``passes.guards``) have the same answers, and
+- no two tensors or calls have become equal (``specialization_key``).
+
+Both are checked every time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, verify
-from lazygt.graph.recent import Recent
-from lazygt.graph.sizes import LEAST, Resize, Sizes, sized
+from lazygt.graph.sizes import LEAST, Resize, Sizes, sized, sizes_in
 from lazygt.passes.base import Pass, run_passes
 from lazygt.passes.guards import Guards, recorded_guards, specialization_key
 
-# -- skeletons: symbolic graphs --------------------------------------------------------------------
-# Graphs with equal keys are one program in several sizes. 0, 1 and negative numbers are not
-# replaced by symbols, and equal sizes have the same symbol.
-
-
-class Skeleton(NamedTuple):
-    """Symbolic form of a graph."""
-
-    key: tuple[Any, ...]  # the graph with symbols instead of sizes
-    sizes: Sizes  # the size of each symbol, in order of appearance; all different
-
-
-def skeleton(graph: Graph) -> Skeleton:
-    """Return the symbolic form of a recorded graph, in linear time."""
-    reader = _Reader()
-    reader.read(graph)
-    return Skeleton(tuple(reader.key), tuple(reader.symbols))
-
-
-class _Reader:
-    """Serialization of a symbolic graph to one flat, self-delimiting list."""
-
-    def __init__(self) -> None:
-        self.key: list[Any] = []
-        #: size -> its symbol
-        self.symbols: dict[int, int] = {}
-        #: id of a meta -> its number among all metas
-        self.metas: dict[int, int] = {}
-
-    def read(self, graph: Graph) -> None:
-        """Add a graph to the key."""
-        self.key += (graph.params, graph.outputs, graph.lines, len(graph.inputs))
-        for meta in graph.inputs:
-            self._meta(meta)
-        for node in graph.nodes:
-            self._node(node)
-
-    def _node(self, node: Node) -> None:
-        """Add one node, with its members, to the key."""
-        sized_arguments = sized(node.op)
-        self.key += (node.op, len(node.args), len(node.kwargs), len(node.fresh), node.writes,
-                     len(node.written), node.dynamic)  # fmt: skip
-        for position, arg in enumerate(node.args):
-            self._arg(arg, position in sized_arguments)
-        for name, arg in node.kwargs:
-            self.key.append(name)
-            self._arg(arg, name in sized_arguments)
-        for meta in node.results:
-            self._meta(meta)
-        if node.body is not None:
-            self.read(node.body)
-
-    def _arg(self, arg: Arg, sized: bool) -> None:
-        """Add an argument to the key.
-
-        Args:
-            sized: whether integers in the argument are sizes.
-        """
-        kind = type(arg)
-        if kind is Ref or kind is Param:
-            self.key += (kind, arg.index)
-        elif kind is tuple:
-            self.key += (kind, len(arg))
-            for item in arg:
-                self._arg(item, sized)
-        elif kind is int and sized:
-            self._size(arg)
-        else:
-            self.key += typed_key(arg)
-
-    def _size(self, size: int) -> None:
-        """Add a size to the key, as a symbol unless it is 0, 1 or negative."""
-        if size >= LEAST:
-            self.key += ("size", self.symbols.setdefault(size, len(self.symbols)))
-        else:
-            self.key.append(size)
-
-    def _meta(self, meta: TensorMeta | None) -> None:
-        """Add a meta to the key; a repeated one by its number."""
-        if meta is None:
-            self.key.append(None)
-            return
-        count = len(self.metas)
-        number = self.metas.setdefault(id(meta), count)
-        self.key.append(number)
-        if number < count:
-            return
-        self.key += (meta.dtype, len(meta.shape), meta.conj, meta.neg)
-        for size in (*meta.shape, *meta.stride, meta.offset):
-            self._size(size)
-
-
-# -- templates: optimised programs, reused in other sizes ------------------------------------------
-
-#: Most cached plans of a program, each for other decisions of the passes.
-_MOST_VARIANTS = 8
-#: Approximate Python memory of a word of a template's key, and words of a question.
-_BYTES_A_WORD, _WORDS_A_QUESTION = 16, 30
-
+#: Recorded program: its inputs' metas and its calls, in their order.
+Steps = Sequence[TensorMeta | Node]
 Stages = list[tuple[str, Graph]]
+
+#: Approximate Python memory of a recorded step and of a question.
+_BYTES_A_STEP, _BYTES_A_QUESTION = 300, 500
 
 
 class Resizable(Protocol):
@@ -145,128 +52,230 @@ class Resizable(Protocol):
 P = TypeVar("P", bound=Resizable)
 
 
-class Optimised(NamedTuple, Generic[P]):
-    """Result of the passes for a graph."""
-
-    plan: P  # of the optimised graph
-    template: Template[P]  # the cached plans of the same program
-    sizes: Sizes  # the sizes of the recorded graph
-
-
-class Templates(Generic[P]):
-    """Pipeline of passes with an LRU cache for programs that differ only in sizes.
+class Template(Generic[P]):
+    """Optimised program, to be reused in other sizes.
 
     Args:
-        passes: in their order.
-        most, most_bytes: bounds of the LRU cache: number of programs, and their bytes.
-        make: builds the plan of an optimised graph.
-
-    Attributes:
-        resized: the number of graphs that were served from the cache.
+        steps: the recorded program.
+        guards: the passes' questions about its sizes, with their answers.
+        plan: the plan of the optimised graph.
     """
 
-    def __init__(
-        self, passes: Sequence[Pass], most: int, most_bytes: int, make: Callable[[Graph], P]
-    ) -> None:
-        self._passes, self._make = passes, make
-        self._cache: Recent[tuple[Any, ...], Template[P]] = Recent(most, most_bytes)
-        self.resized = 0
+    def __init__(self, steps: Steps, guards: Guards, plan: P) -> None:
+        self.plan = plan
+        self._outline, self._guards = Outline(steps), guards
 
-    def optimised(
-        self, graph: Graph, check: bool = False, stages: Stages | None = None
-    ) -> Optimised[P]:
-        """Return the optimised form of a recorded graph, from the cache or by running the passes.
+    @staticmethod
+    def of(
+        graph: Graph,
+        steps: Steps,
+        passes: Sequence[Pass],
+        make: Callable[[Graph], P],
+        check: bool = False,
+        stages: Stages | None = None,
+    ) -> Template[P]:
+        """Optimise a recorded graph.
 
         Args:
-            check: verify the graph after every pass, and a plan from the cache.
-            stages: list to which every pass appends its result; every pass is run then.
+            steps: the program that the graph was built of.
+            passes: in their order.
+            make: builds the plan of an optimised graph.
+            check: verify the graph after every pass.
+            stages: list to which every pass appends its result.
 
         Raises:
             GraphError: the optimised graph is invalid; with ``check`` the error names the pass.
         """
-        symbolic = skeleton(graph)
-        template = self._cache.get(symbolic.key)
-        if stages is None and template is not None:
-            plan = self.resize(template, symbolic.sizes, check)
-            if plan is not None:
-                return Optimised(plan, template, symbolic.sizes)
-        with recorded_guards() as asked:
-            optimised = run_passes(graph, self._passes, check, stages)
+        with recorded_guards() as guards:
+            optimised = run_passes(graph, passes, check, stages)
         verify(optimised)
-        plan = self._make(optimised)
-        template = Template(len(symbolic.key)) if template is None else template
-        template.keep(symbolic.sizes, asked, plan)
-        self._cache.keep(symbolic.key, template, template.nbytes)
-        return Optimised(plan, template, symbolic.sizes)
-
-    def resize(self, template: Template[P], sizes: Sizes, check: bool = False) -> P | None:
-        """Return a template's plan in these sizes; None if no cached plan is valid for them.
-
-        Args:
-            check: verify the plan.
-        """
-        plan = template.resized(sizes)
-        if plan is not None:
-            self.resized += 1
-            if check:
-                verify(plan.graph)
-        return plan
-
-
-class Template(Generic[P]):
-    """Cached plans of one program: one for each set of decisions of the passes.
-
-    Args:
-        words: length of the program's key.
-    """
-
-    def __init__(self, words: int) -> None:
-        self._words = words
-        #: most recently used first
-        self._variants: list[_Variant[P]] = []
+        return Template(steps, guards, make(optimised))
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory of the plans and their key."""
-        words = self._words + sum(
-            len(variant.asked) * _WORDS_A_QUESTION for variant in self._variants
-        )
-        return _BYTES_A_WORD * words + sum(variant.plan.nbytes for variant in self._variants)
+        """Approximate memory."""
+        outline_bytes = _BYTES_A_STEP * len(self._outline)
+        return outline_bytes + _BYTES_A_QUESTION * len(self._guards) + self.plan.nbytes
 
-    def keep(self, sizes: Sizes, asked: Guards, plan: P) -> None:
-        """Add a plan for sizes for which ``resized`` returned None.
+    def resized(self, steps: Steps) -> P | None:
+        """Return the plan of another program; None: it differs in more than sizes, or by a guard.
 
-        A plan with a computed size, one that is not a size of the program, is not cached.
+        A plan with a computed size, one that is not a size of the program, is never reused.
+
+        Args:
+            steps: the other program, with the same ``outline_key``.
         """
-        if set(plan.sizes) <= set(sizes):
-            positions = tuple([sizes.index(size) for size in plan.sizes])
-            self._variants.insert(0, _Variant(sizes, asked, plan, positions))
-            del self._variants[_MOST_VARIANTS:]
-
-    def resized(self, sizes: Sizes) -> P | None:
-        """Return the plan in these sizes; None if no cached plan is valid for them."""
-        for position, variant in enumerate(self._variants):
-            if variant.asked.hold(Resize(variant.sizes, sizes)):
-                if position:
-                    self._variants.insert(0, self._variants.pop(position))
-                plan = variant.plan.resized(tuple([sizes[index] for index in variant.positions]))
-                if len(set(plan.sizes)) == len(plan.sizes) or _alike(variant.plan, plan):
-                    return plan
-        return None
+        mapping = self._outline.mapping(steps)
+        if mapping is None or not self._guards.hold(Resize(mapping)):
+            return None
+        sizes = [mapping.get(size) for size in self.plan.sizes]
+        if None in sizes:
+            return None
+        plan = self.plan.resized(tuple(sizes))  # type: ignore[arg-type]
+        if len(set(sizes)) < len(sizes) and not _alike(self.plan.graph, plan.graph):
+            return None
+        return plan
 
 
-def _alike(plan: Resizable, other: Resizable) -> bool:
-    """Return whether two plans differ in sizes only, although some sizes have become equal."""
-    counts = [
-        specialization_key(either.graph.inputs, either.graph.nodes) for either in (plan, other)
-    ]
+def _alike(graph: Graph, other: Graph) -> bool:
+    """Return whether two graphs differ in sizes only, although some sizes have become equal."""
+    counts = [specialization_key(each.inputs, each.nodes) for each in (graph, other)]
     return counts[0] == counts[1]
 
 
-class _Variant(NamedTuple, Generic[P]):
-    """Plan of a program for one set of answers to the passes' questions."""
+# -- comparison of recorded programs: equality up to a mapping of sizes ----------------------------
+# 0, 1 and negative numbers are no sizes here: they stay as they are.
 
-    sizes: Sizes  # of the program when the passes ran
-    asked: Guards  # the questions of the passes, with their answers
-    plan: P
-    positions: tuple[int, ...]  # for each size of the plan its position in ``sizes``
+
+def outline_key(steps: Steps) -> tuple[Any, ...]:
+    """Return the common key of programs that may differ in sizes only: ops and input dtypes."""
+    return tuple([step.op if isinstance(step, Node) else step.dtype for step in steps])
+
+
+class Outline:
+    """Recorded program, to be matched with programs that differ in sizes only."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._sizes = [sizes_in(step) if type(step) is Node else () for step in steps]
+        self._all_sizes = [_all_sizes(step) for step in steps]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def mapping(self, steps: Steps) -> dict[int, int] | None:
+        """Return the mapping from this program's sizes to the other's; None: another program.
+
+        Two sizes may map to one, if no two tensors or calls become equal by that.
+
+        Args:
+            steps: the other program, with the same ``outline_key``.
+        """
+        match = _SizeMatch()
+        for old, sizes, all_sizes, new in zip(
+            self._steps, self._sizes, self._all_sizes, steps, strict=True
+        ):
+            if old is new:
+                matches = match.unchanged(all_sizes)
+            elif type(old) is TensorMeta:
+                matches = match.meta(old, new)  # type: ignore[arg-type]
+            else:
+                matches = match.node(old, sizes, new)  # type: ignore[arg-type]
+            if not matches:
+                return None
+        collapsed = len(set(match.sizes.values())) < len(match.sizes)
+        if collapsed and _distinct_count(steps) != _distinct_count(self._steps):
+            return None
+        return match.sizes
+
+
+def _distinct_count(steps: Steps) -> int:
+    """Return the number of distinct metas and nodes, as ``specialization_key`` counts them."""
+    nodes = [step for step in steps if isinstance(step, Node)]
+    metas = [step for step in steps if isinstance(step, TensorMeta)]
+    return specialization_key(metas, nodes)
+
+
+def _all_sizes(step: TensorMeta | Node) -> frozenset[int]:
+    """Return all sizes of an input, or in a node's arguments and results."""
+    metas = step.results if isinstance(step, Node) else (step,)
+    sizes = [
+        size
+        for meta in metas
+        if meta is not None
+        for size in (*meta.shape, *meta.stride, meta.offset)
+        if size >= LEAST
+    ]
+    return frozenset([*sizes_in(step), *sizes] if isinstance(step, Node) else sizes)
+
+
+class _SizeMatch:
+    """Consistent mapping of old sizes to new ones, built step by step (first-order matching).
+
+    Attributes:
+        sizes: old -> new.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self._metas: dict[int, TensorMeta] = {}
+        #: sizes that match themselves
+        self._same: set[int] = set()
+
+    def unchanged(self, sizes: frozenset[int]) -> bool:
+        """Map each of these sizes to itself; return whether the mapping stays consistent."""
+        if sizes <= self._same:
+            return True
+        self._same |= sizes
+        return all(map(self.size, sizes, sizes))
+
+    def size(self, old: int, new: int) -> bool:
+        """Map a size to another; return whether the mapping stays consistent."""
+        if old < LEAST or new < LEAST:
+            return old == new
+        return self.sizes.setdefault(old, new) == new
+
+    def meta(self, old: TensorMeta | None, new: TensorMeta | None) -> bool:
+        """Match the sizes of two metas; return whether they agree in all else."""
+        if old is None or new is None:
+            return old is new
+        known = self._metas.get(id(old))
+        if known is not None:
+            return known is new or known == new
+        if (old.dtype, len(old.shape), old.conj, old.neg) != (
+            new.dtype, len(new.shape), new.conj, new.neg):  # fmt: skip
+            return False
+        self._metas[id(old)] = new
+        return (
+            self.size(old.offset, new.offset)
+            and all(map(self.size, old.shape, new.shape))
+            and all(map(self.size, old.stride, new.stride))
+        )
+
+    def node(self, old: Node, sizes: tuple[int, ...], new: Node) -> bool:
+        """Match the sizes of two nodes; return whether they agree in all else.
+
+        Args:
+            sizes: sizes in the old node's arguments.
+        """
+        if old.args is new.args and old.kwargs is new.kwargs:
+            alike = all(map(self.size, sizes, sizes))
+        else:
+            alike = self._match_arguments(old, new)
+        return (
+            alike
+            and old.op == new.op
+            and old.writes == new.writes
+            and old.dynamic == new.dynamic
+            and len(old.fresh) == len(new.fresh)
+            and len(old.written) == len(new.written)
+            and all(map(self.meta, old.results, new.results))
+        )
+
+    def _match_arguments(self, old: Node, new: Node) -> bool:
+        """Match the arguments of two calls; return whether they agree but for sizes."""
+        if len(old.args) != len(new.args) or len(old.kwargs) != len(new.kwargs):
+            return False
+        size_arguments = sized(old.op)
+        for position, (old_arg, new_arg) in enumerate(zip(old.args, new.args, strict=True)):
+            if not self._match_argument(old_arg, new_arg, position in size_arguments):
+                return False
+        return all(
+            name == other and self._match_argument(old_arg, new_arg, name in size_arguments)
+            for (name, old_arg), (other, new_arg) in zip(old.kwargs, new.kwargs, strict=True)
+        )
+
+    def _match_argument(self, old: Arg, new: Arg, sizes: bool) -> bool:
+        """Match two arguments; ``sizes``: whether ints in them are sizes."""
+        kind = type(old)
+        if kind is not type(new):
+            return False
+        if kind is Ref or kind is Param:
+            return bool(old.index == new.index)
+        if kind is tuple:
+            return len(old) == len(new) and all(
+                self._match_argument(a, b, sizes) for a, b in zip(old, new, strict=True)
+            )
+        if kind is int and sizes:
+            return self.size(old, new)
+        return bool(typed_key(old) == typed_key(new))

@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lazygt.config import Config
 from lazygt.errors import GatherWarning, PipelineWarning
 from lazygt.graph.mesh import Sharding, VirtualMesh
-from lazygt.graph.node import Graph
+from lazygt.graph.node import Graph, verify
 from lazygt.graph.placement import Replicate
 from lazygt.graph.recent import Recent
-from lazygt.graph.sizes import Sizes
 from lazygt.graph.source import CallSite, expand
 from lazygt.host.gc_pause import gc_paused
 from lazygt.machine import Machine
 from lazygt.passes import PIPELINE, priced
 from lazygt.passes.base import by_class, classes
 from lazygt.passes.sharding.marks import MARKS, without_places
-from lazygt.passes.template import Optimised, Template, Templates
+from lazygt.passes.template import Steps, Template, outline_key
 from lazygt.record.bridge import shown_of
-from lazygt.record.outline import Outline, outline_key
 from lazygt.record.recorder import Recorder
 from lazygt.record.trace import Trace
 from lazygt.record.trie import TrieNode, build_graph, flags_of, line_of, makers, sites_of
@@ -41,8 +39,8 @@ Stages = tuple[tuple[str, Graph], ...]
 #: The user's frame of each op.
 Sites = tuple[CallSite | None, ...]
 
-#: Most cached traces with the same ops that differ in more than sizes.
-_MOST_ALIKE = 4
+#: Most cached traces with the same ops that differ in more than sizes, or in the passes' decisions.
+_MOST_ALIKE = 8
 
 
 class CachedPlan(NamedTuple):
@@ -71,11 +69,9 @@ class CachedPlan(NamedTuple):
 class _Earlier(NamedTuple):
     """Planned trace, from which plans of the same program in other sizes are derived."""
 
-    outline: Outline  # the shape-polymorphic form of the trace
-    template: Template[Plan]  # template, sizes: the result of the passes
-    sizes: Sizes
+    template: Template[Plan]  # the result of the passes
     sites: Sites  # sites, lines: of its ops
-    lines: list[str]
+    lines: tuple[str, ...]
     kept: CachedPlan  # its plan
 
     @property
@@ -107,13 +103,13 @@ class Planner:
         tiers: Tiers,
         history: History,
     ) -> None:
-        self.templates = Templates(
-            priced(PIPELINE, machine), config.max_plans, config.max_plan_bytes, Plan
-        )
-        #: (outputs, kinds, shape key) -> planned traces, newest first: candidates for a resize
-        self._planned_traces: Recent[tuple[Any, ...], tuple[_Earlier, ...]] = Recent(
+        self._passes = priced(PIPELINE, machine)
+        #: (outputs, kinds, outline key) -> planned traces, last used first: candidates for a resize
+        self._planned_traces: Recent[tuple[Any, ...], list[_Earlier]] = Recent(
             config.max_plans, config.max_plan_bytes
         )
+        #: number of plans derived from a cached one of the same program in other sizes
+        self.resized = 0
         self._config, self._mesh, self._machine = config, mesh, machine
         self._recorder, self._client, self._tiers = recorder, client, tiers
         self._history = history
@@ -175,21 +171,27 @@ class Planner:
         kinds: tuple[str, ...],
     ) -> CachedPlan | None:
         """Return a plan derived from a cached one of the same program in other sizes, or None."""
-        if self._config.keep_stages or steps[-1].placed:
+        if self._config.keep_stages or self._is_sharded(steps):
             return None
-        for earlier in self._planned_traces.get((outputs, kinds, outline_key(steps))) or ():
-            if sites != earlier.sites and list(map(expand, sites)) != earlier.lines:
+        recorded = _recorded(steps)
+        candidates = self._planned_traces.get((outputs, kinds, outline_key(recorded))) or []
+        for position, earlier in enumerate(candidates):
+            if sites != earlier.sites and tuple(map(expand, sites)) != earlier.lines:
                 continue
-            new_size_of = earlier.outline.resized(steps)
-            if new_size_of is None:
-                continue
-            sizes = tuple([new_size_of[size] for size in earlier.sizes])
-            plan = self.templates.resize(earlier.template, sizes, self._config.check_passes)
+            plan = earlier.template.resized(recorded)
             if plan is not None:
+                candidates.insert(0, candidates.pop(position))
+                self.resized += 1
+                if self._config.check_passes:
+                    verify(plan.graph)
                 plan = plan.recorded(earlier.kept.entry.plan.backward, flags_of(steps))
                 entry = self._client.entries.of((plan,))
                 return earlier.kept._replace(entry=entry, origins=(plan.origins,))
         return None
+
+    def _is_sharded(self, steps: list[TrieNode]) -> bool:
+        """Return whether the plan of a trace depends on the mesh."""
+        return steps[-1].placed and self._mesh.ranks.world_size > 1
 
     @gc_paused()
     def _planned(
@@ -205,7 +207,13 @@ class Planner:
         keep = self._config.keep_stages
         stages = [("recorded", recorded)] if keep else None
         decided: list[AxisStep] = []
-        plans, shardings, optimised = self._plans(recorded, steps, stages, decided)
+        template = None
+        if self._is_sharded(steps):
+            plans, shardings = self._sharded(recorded, steps, stages, decided)
+        else:
+            template = self._template(recorded, steps, stages)
+            plans = (template.plan.recorded(_backward(steps), flags_of(steps)),)
+            shardings = (None,) * len(outputs)
         makers_of = makers(steps)
         made_by = tuple([makers_of[index] for index in outputs])
         cached = CachedPlan(
@@ -219,17 +227,14 @@ class Planner:
             stages=tuple(stages or ()),
             decided=tuple(decided) if keep else (),
         )
-        if optimised is not None and not steps[-1].placed:
-            outline = Outline(steps)
-            self._cache_for_resizing(
-                (outputs, kinds, outline_key(steps)),
-                _Earlier(outline, optimised.template, optimised.sizes, sites, list(lines), cached),
-            )
+        if template is not None:
+            key = outputs, kinds, outline_key(_recorded(steps))
+            self._cache_for_resizing(key, _Earlier(template, sites, lines, cached))
         return cached
 
     def _cache_for_resizing(self, key: tuple[Any, ...], earlier: _Earlier) -> None:
         """Cache a planned trace for the same program in other sizes (LRU)."""
-        traces = (earlier, *(self._planned_traces.get(key) or ()))[:_MOST_ALIKE]
+        traces = [earlier, *(self._planned_traces.get(key) or [])][:_MOST_ALIKE]
         self._planned_traces.keep(key, traces, sum(trace.nbytes for trace in traces))
 
     def _why_missed(
@@ -241,44 +246,28 @@ class Planner:
         recorded = build_graph(trace.step.path(), outputs, lines, ())
         return Miss(reason, None, ended=bool(plans), alive=newly_alive(recorded, outputs, plans))
 
-    def _plans(
-        self,
-        recorded: Graph,
-        steps: list[TrieNode],
-        stages: list[tuple[str, Graph]] | None,
-        decided: list[AxisStep],
-    ) -> tuple[tuple[Plan, ...], tuple[Sharding | None, ...], Optimised[Plan] | None]:
-        """Build each rank's plan, or the one that all run, and the shardings of the outputs.
-
-        The third result is the template for other sizes, unless the plan depends on the mesh.
-
-        Args:
-            steps: the steps of the recorded graph.
-            stages: list to which the graph after each pass is appended; None: not requested.
-            decided: list to which the decisions on each axis of the mesh are appended.
-        """
-        input_shardings = [stored(step) for step in steps if step.input is not None]
-        has_marks = any(node.op in MARKS for node in recorded.nodes)
-        if self._mesh.ranks.world_size > 1 and (has_marks or any(input_shardings)):
-            return *self._sharded(recorded, steps, input_shardings, stages, decided), None
-        if has_marks:
+    def _template(
+        self, recorded: Graph, steps: list[TrieNode], stages: list[tuple[str, Graph]] | None
+    ) -> Template[Plan]:
+        """Run the passes on a recorded graph whose plan does not depend on the mesh."""
+        if any(node.op in MARKS for node in recorded.nodes):
             recorded = without_places(recorded, MARKS)
-        optimised = self.templates.optimised(recorded, self._config.check_passes, stages)
-        plan = optimised.plan.recorded(_backward(steps), flags_of(steps))
-        return (plan,), (None,) * len(recorded.outputs), optimised
+        check = self._config.check_passes
+        return Template.of(recorded, _recorded(steps), self._passes, Plan, check, stages)
 
     def _sharded(
         self,
         recorded: Graph,
         steps: list[TrieNode],
-        input_shardings: list[Sharding | None],
         stages: list[tuple[str, Graph]] | None,
         decided: list[AxisStep],
     ) -> tuple[tuple[Plan, ...], tuple[Sharding | None, ...]]:
         """Build each rank's plan of a sharded graph, and the shardings of the outputs.
 
         Args:
-            input_shardings: the sharding of each input; None: replicated.
+            steps: the steps of the recorded graph.
+            stages: list to which the graph after each pass is appended; None: not requested.
+            decided: list to which the decisions on each axis of the mesh are appended.
         """
         # why: the rules of every op take a while to load, and few sessions shard
         from lazygt.passes.sharding.gathers import gathers
@@ -290,7 +279,7 @@ class Planner:
         ranked = programs(
             recorded,
             ranks,
-            input_shardings,
+            [stored(step) for step in steps if step.input is not None],
             self._machine,
             config.check_passes,
             stages,
@@ -334,6 +323,11 @@ class Planner:
                 PipelineWarning,
                 stacklevel=2,
             )
+
+
+def _recorded(steps: Sequence[TrieNode]) -> Steps:
+    """Return the program of a trace: the metas of its inputs, and its calls."""
+    return [step.input if step.node is None else step.node for step in steps]  # type: ignore[misc]
 
 
 def _backward(steps: Sequence[TrieNode]) -> frozenset[int]:

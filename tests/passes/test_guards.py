@@ -204,16 +204,19 @@ def test_answers_hold_for_sizes_giving_same_answers() -> None:
         assert guard(fits, meta("f32[20, 30]"), given=(4096,))
         assert not guard(fits, meta("f32[200, 30]"), given=(4096,))
     assert len(asked) == 2
-    have = (20, 30, 200)
-    assert asked.hold(Resize(have, (34, 30, 200)))
-    assert not asked.hold(Resize(have, (35, 30, 200)))
-    assert not asked.hold(Resize(have, (20, 30, 34)))
+
+    def resize(*sizes: int) -> Resize:
+        return Resize(dict(zip((20, 30, 200), sizes, strict=True)))
+
+    assert asked.hold(resize(34, 30, 200))
+    assert not asked.hold(resize(35, 30, 200))
+    assert not asked.hold(resize(20, 30, 34))
 
 
 def test_an_answer_about_an_unknown_size_holds_nowhere() -> None:
     with recorded_guards() as asked:
         guard(fits, meta("f32[7, 30]"), given=(4096,))
-    assert not asked.hold(Resize((20, 30), (20, 31)))
+    assert not asked.hold(Resize({20: 20, 30: 31}))
 
 
 def test_nobody_notes_outside_of_a_block() -> None:

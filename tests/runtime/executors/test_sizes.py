@@ -231,7 +231,7 @@ def test_programs_in_drawn_sizes_give_the_bits_of_eager_torch(
                 step.run(state)
             for ours, theirs in zip(list(state.tensors), list(eager.tensors), strict=True):
                 assert_same_bits(ours.cpu(), theirs)
-        shared = s._planner.templates.resized
+        shared = s._planner.resized
     target(float(shared), label="resized")
 
 

@@ -12,9 +12,10 @@ from hypothesis import given, target
 from hypothesis import strategies as st
 
 import lazygt
-from lazygt.passes import template
+from lazygt.passes import PIPELINE, template
 from lazygt.record.repeats import Repeat
 from lazygt.runtime.plan import Plan
+from lazygt.submit import planner
 from tests.passes.sized import SIZED, accepted, start
 from tests.property.programs import Step
 
@@ -37,7 +38,6 @@ def planned(
     with pytest.MonkeyPatch.context() as patch, lazygt.session(launcher="inline") as s:
         if not reusing:
             patch.setattr(s._planner, "_resized", lambda *_: None)
-            patch.setattr(s._planner.templates, "resize", lambda *_, **__: None)
             patch.setattr(Repeat, "_next", lambda *_: None)
         for program, size in programs:
             state = start("lazygt", *size)
@@ -45,7 +45,7 @@ def planned(
             for step in program:
                 step.run(state)
             s.flush()
-        return texts(s.plans()), s._planner.templates.resized
+        return texts(s.plans()), s._planner.resized
 
 
 @pytest.mark.timeout(600)
@@ -67,16 +67,16 @@ def test_reused_plans_equal_new_plans(program: list[Step], sizes: list[tuple[int
 
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the passes ran, and graphs were read."""
+    """How often the passes ran, and graphs were built."""
     counts: Counter[str] = Counter()
-    for name in ("run_passes", "skeleton"):
-        function = getattr(template, name)
+    for module, name in ((template, "run_passes"), (planner, "build_graph")):
+        function = getattr(module, name)
 
         def counted(*args: Any, name: str = name, function: Any = function) -> Any:
             counts[name] += 1
             return function(*args)
 
-        monkeypatch.setattr(template, name, counted)
+        monkeypatch.setattr(module, name, counted)
     return counts
 
 
@@ -192,6 +192,61 @@ def test_a_growing_sequence_is_one_program(passed: Counter[str]) -> None:
         ours = grown("lazygt")
         assert not passed
     assert ours == grown("cpu")
+
+
+def test_every_decision_of_the_passes_is_retained(passed: Counter[str]) -> None:
+    """A chain is fused from some size on: each side has its plan, whatever the other's came to."""
+
+    def summed(counts: list[int]) -> None:
+        for count in counts:
+            torch.linspace(-1, 1, count, device="lazygt").exp().tanh().sum().item()
+
+    with lazygt.session(launcher="inline"):
+        summed([5000, 9000])
+        passed.clear()
+        summed([6000, 9900, 5500, 9800])
+        assert passed["run_passes"] == 0
+
+
+def test_the_program_used_longest_ago_is_forgotten(passed: Counter[str]) -> None:
+    def chain(count: int) -> None:
+        torch.linspace(-1, 1, count, device="lazygt").exp().tanh().sum().item()
+
+    def row(count: int) -> None:
+        torch.linspace(-1, 1, count, device="lazygt").cumsum(0).sum().item()
+
+    for most, runs in ((8, 0), (1, 4)):
+        with lazygt.session(launcher="inline", max_plans=most):
+            chain(5000)
+            row(5000)
+            passed.clear()
+            for count in (5001, 5002):
+                chain(count)
+                row(count)
+            assert passed["run_passes"] == runs
+
+
+def test_lines_of_another_place_need_own_plan(passed: Counter[str]) -> None:
+    def here(count: int) -> None:
+        torch.linspace(-1, 1, count, device="lazygt").exp().sum().item()
+
+    def there(count: int) -> None:
+        torch.linspace(-1, 1, count, device="lazygt").exp().sum().item()
+
+    with lazygt.session(launcher="inline") as s:
+        for function, count in ((here, 500), (there, 600), (here, 700), (there, 800)):
+            function(count)
+        assert passed["run_passes"] == 2
+        lines = [plan.graph.lines for plan in s.plans()]
+    assert lines[0] == lines[2] != lines[1] == lines[3]
+
+
+def test_request_for_stages_runs_every_pass(passed: Counter[str]) -> None:
+    with lazygt.session(launcher="inline", keep_stages=True) as s:
+        for count in (500, 600):
+            torch.linspace(-1, 1, count, device="lazygt").exp().sum().item()
+        assert [len(s.stages(plan)) for plan in s.plans()] == [1 + len(PIPELINE)] * 2
+    assert passed["run_passes"] == 2
 
 
 def written(device: str, tokens: int, seen: Callable[[int], object]) -> list[int]:
