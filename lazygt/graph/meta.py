@@ -78,7 +78,7 @@ class TensorMeta:
         return self.shape, self.stride, self.dtype, self.offset, self.conj, self.neg
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is TensorMeta and self._fields == other._fields)
+        return self is other or (type(other) is type(self) and self._fields == other._fields)
 
     def __hash__(self) -> int:
         return hash(self._fields)

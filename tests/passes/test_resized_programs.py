@@ -216,7 +216,7 @@ def test_the_program_used_longest_ago_is_forgotten(passed: Counter[str]) -> None
         torch.linspace(-1, 1, count, device="lazygt").cumsum(0).sum().item()
 
     for most, runs in ((8, 0), (1, 4)):
-        with lazygt.session(launcher="inline", max_plans=most):
+        with lazygt.session(launcher="inline", planning=lazygt.Planning(max_plans=most)):
             chain(5000)
             row(5000)
             passed.clear()
@@ -242,7 +242,7 @@ def test_lines_of_another_place_need_own_plan(passed: Counter[str]) -> None:
 
 
 def test_request_for_stages_runs_every_pass(passed: Counter[str]) -> None:
-    with lazygt.session(launcher="inline", keep_stages=True) as s:
+    with lazygt.session(launcher="inline", planning=lazygt.Planning(keep_stages=True)) as s:
         for count in (500, 600):
             torch.linspace(-1, 1, count, device="lazygt").exp().sum().item()
         assert [len(s.stages(plan)) for plan in s.plans()] == [1 + len(PIPELINE)] * 2
