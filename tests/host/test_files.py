@@ -42,7 +42,6 @@ MAY_MAKE = {
     "net/channel.py": {"bind": "ZMQ is given the descriptor of a socket that listens"},
     "net/status_file.py": {"open": _MEMORY},
     "sweeps/steps.py": {"write_text": _OF_THE_KERNEL},
-    "transfer/transports/cuda_ipc.py": {"open": _MEMORY},
     "transfer/transports/broadcast_group.py": {
         "link": "a socket's name in a directory of mode 0700"
     },

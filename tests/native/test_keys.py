@@ -11,6 +11,7 @@ import torch
 import lazygt
 from lazygt import native
 from lazygt.record.trie import TrieNode
+from lazygt.settings import grouped
 from tests.models import zoo
 from tests.native.accounts import drawn
 
@@ -63,7 +64,9 @@ def check(session: lazygt.Session) -> int:
 def test_no_other_key_finds_a_step_of_drawn_programs() -> None:
     keys = 0
     for task in drawn(0, 5):
-        with lazygt.session(launcher="inline", compile="off", **task.settings) as session:
+        with lazygt.session(
+            **grouped({"launcher": "inline", "compile": "off", **task.settings})
+        ) as session:
             for program in task.programs:
                 program()
             keys += check(session)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 #: What lazygt imports of others, when it is imported and when a session opens.
 PRELOADED = (
     "torch", "torch.utils._device", "torch.distributed.tensor", "torch._dynamo", "numpy", "zmq",
-    "msgpack", "msgspec.json", "msgspec.msgpack", "cloudpickle", "html", "secrets",
+    "msgspec.json", "msgspec.msgpack", "cloudpickle", "html", "secrets",
 )  # fmt: skip
 #: The compile process is forked from a template that has its modules, too, and knows the processor.
 _COMPILING = "lazygt.runtime.compiling.compile_process"

@@ -17,7 +17,7 @@ from lazygt.graph.ops import facts, overload
 from lazygt.graph.shapes import RULES, WRITING_RULES, Shapes
 from lazygt.graph.shapes.rules import Results
 from lazygt.record.infer import Inference
-from lazygt.runtime.executors.eager import _code_of_source
+from lazygt.runtime.executors.lowering import _code_of_source
 from tests.support.versions import TORCH
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
