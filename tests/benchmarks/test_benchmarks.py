@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import aims, harness
 from tests.runtime.executors.compared import needs_native
+from tests.support.timeouts import DEEP
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,7 +133,7 @@ def test_a_second_session_is_pinned_like_the_first(monkeypatch: pytest.MonkeyPat
         pytest.param(
             "compile_cost", "--rounds 1 --sizes 40 80", "all passes", marks=pytest.mark.deep
         ),
-        ("placement", "--rounds 1 --layers 1", "fully sharded"),
+        ("placement", f"--rounds 1 --layers {'1 2' if DEEP else '1'}", "fully sharded"),
         pytest.param("worker_step", "--rounds 1 --quick", "native us a node", marks=needs_native),
         ("generation", "--rounds 1 --tokens 6 --dim 32", "of fixed size"),
     ],
