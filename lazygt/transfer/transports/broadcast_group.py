@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -31,8 +32,6 @@ from lazygt.transfer.control import Deadline
 _SEND_BUFFER_BYTES = (
     4 << 20
 )  # bytes that a socket buffers without a reader; the host may allow fewer
-
-_LEAST_SECONDS = 1e-3  # a timeout of 0 would not wait at all
 
 Transmit = Callable[[socket.socket, memoryview], int]
 
@@ -97,6 +96,7 @@ class _End:
     def __init__(self, path: str, transmit: Transmit) -> None:
         self._path, self._transmit = path, transmit
         self._socket, self._listens = _connect_or_listen(path)
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._failure: OSError | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -124,8 +124,7 @@ class _End:
     def close(self) -> None:
         """End the thread; running transmissions fail. Called once."""
         self._closing = True
-        with suppress(OSError):  # there may be no other end
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends a running transmission
+        os.eventfd_write(self._stop, 1)
         self._jobs.put(None)  # ends the thread, which closes the descriptors
 
     def _run(self) -> None:
@@ -134,6 +133,7 @@ class _End:
             run()
             del run
         self._socket.close()
+        os.close(self._stop)
         if self._listens:
             self._unlink()
 
@@ -145,38 +145,46 @@ class _End:
         """Send or receive all of ``data``; accept the other end first if necessary."""
         if self._failure is not None:
             raise self._failure
-        try:
-            if data and self._listens:
-                self._accept(deadline)
-            while data:
-                self._socket.settimeout(max(deadline.remaining, _LEAST_SECONDS))
+        if data and self._listens:
+            self._wait(select.POLLIN, deadline)
+            self._accept()
+        events = select.POLLOUT if self._transmit is _send else select.POLLIN
+        while data:
+            try:
                 count = self._transmit(self._socket, data)
-                if not count:
-                    raise ConnectionError("the sender of the group has left it")
-                data = data[count:]
-        except OSError as error:
+            except BlockingIOError:
+                self._wait(events, deadline)
+                continue
+            if not count:
+                raise ConnectionError("the sender of the group has left it")
+            data = data[count:]
             if self._closing:
-                raise ConnectionError("this process has left the group") from error
-            if isinstance(error, TimeoutError):
-                late = f"the others were not there within {deadline.seconds:g} s"
-                raise TimeoutError(late) from error
-            raise
+                raise ConnectionError("this process has left the group")
 
-    def _accept(self, deadline: Deadline) -> None:
+    def _wait(self, events: int, deadline: Deadline) -> None:
+        """Wait until the socket is ready; raise when the group is closed or late."""
+        poller = select.poll()
+        poller.register(self._socket, events)
+        poller.register(self._stop, select.POLLIN)
+        ready = poller.poll(deadline.remaining * 1e3)
+        if self._closing:
+            raise ConnectionError("this process has left the group")
+        if not ready:
+            raise TimeoutError(f"the others were not there within {deadline.seconds:g} s")
+
+    def _accept(self) -> None:
         """Accept the other end, and drop the listening socket and its name."""
-        self._socket.settimeout(max(deadline.remaining, _LEAST_SECONDS))
-        accepted, _ = self._socket.accept()
-        listener, self._socket, self._listens = self._socket, accepted, False
-        listener.close()
+        listener, self._listens = self._socket, False
+        with listener:
+            self._socket, _ = listener.accept()
         self._unlink()
         _configure(self._socket)
-        if self._closing:
-            raise ConnectionError
 
 
 def _connect_or_listen(path: str) -> tuple[socket.socket, bool]:
     """Connect to the socket at a path, or else listen there; return (socket, listens)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
     temporary = f"{path}-{os.getpid()}-{sock.fileno()}"
     try:
         bind(sock, temporary)
@@ -200,6 +208,7 @@ def _connect_or_listen(path: str) -> tuple[socket.socket, bool]:
 
 
 def _configure(sock: socket.socket) -> None:
+    sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
 
