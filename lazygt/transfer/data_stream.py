@@ -39,7 +39,7 @@ from lazygt.transfer.layout import (
     route,
 )
 from lazygt.transfer.manifest import Chunk, Extractor, Manifest, ModuleExtractor
-from lazygt.transfer.peers import ReceiverLink, Receivers
+from lazygt.transfer.peers import PING_SECONDS, ReceiverLink, Receivers
 from lazygt.transfer.transaction import Transfer
 from lazygt.transfer.transfer_errors import TransferError
 from lazygt.transfer.transports import SenderEnd
@@ -424,6 +424,8 @@ class TransferStream:
     def _check_time(self) -> None:
         """Raise TransferError after the deadline, naming the late processes if there are any."""
         deadline = self._transfer.deadline
+        if deadline.remaining < PING_SECONDS:
+            self._receivers.ping(deadline)
         if deadline.expired:
             self._receivers.check_liveness(deadline)
             if self.unanswered and self._remote is not None:

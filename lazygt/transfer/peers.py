@@ -29,7 +29,7 @@ from lazygt.transfer.transfer_errors import (
 
 _HELLO_SECONDS = 1.0  # for the few bytes of an answer to `hello`
 _DEATH_SECONDS = 0.1  # from the end of a killed process's connection to the end of the process
-_PONG_SECONDS = 0.4  # for a pong, on a busy machine
+PING_SECONDS = 0.4  # for a pong, on a busy machine
 _MAX_REFUSALS = 4  # last refused receivers that an error names
 
 
@@ -86,6 +86,8 @@ class Receivers:
         self.active: list[ReceiverLink] = []
         #: True if a dropped receiver may be alive and still read shared memory
         self.suspect = False
+        #: deadline of the pending ping; None: no ping is pending
+        self._pong_deadline: Deadline | None = None
         #: phase of the transfer, for errors
         self.during = "begin"
 
@@ -128,9 +130,22 @@ class Receivers:
     def begin(self, transfer: int) -> list[ReceiverLink]:
         """Begin a transfer to all connected receivers, and return them."""
         self.active = list(self.connected)
+        self._pong_deadline = None
         for receiver in self.active:
             receiver.expect(transfer)
         return list(self.active)
+
+    def ping(self, deadline: Deadline) -> None:
+        """Ping every receiver of the transfer, unless a ping is pending; does not wait.
+
+        Args:
+            deadline: deadline for sending the messages.
+        """
+        if self._pong_deadline is None and self.active:
+            self._pong_deadline = Deadline(PING_SECONDS)
+            for receiver in list(self.active):
+                receiver.answers.pop("pong", None)
+                self.send(receiver, {"kind": "ping", "transfer": receiver.transfer}, deadline)
 
     def check_liveness(self, deadline: Deadline) -> None:
         """Wait for a pong of every receiver, when a transfer is late or has failed.
@@ -141,10 +156,14 @@ class Receivers:
         Raises:
             ReceiverDied, ReceiverFrozen: some sent none; they are dropped.
         """
-        pong_deadline = Deadline(_PONG_SECONDS)
-        for receiver in list(self.active):
-            receiver.answers.pop("pong", None)
-            self.send(receiver, {"kind": "ping", "transfer": receiver.transfer}, pong_deadline)
+        self._await_pongs(deadline)
+        self._pong_deadline = None  # the first ping may have been answered long ago
+        self._await_pongs(deadline)
+
+    def _await_pongs(self, deadline: Deadline) -> None:
+        """Wait for a pong of every receiver; drop those without one, and raise."""
+        self.ping(Deadline(PING_SECONDS))
+        pong_deadline = self._pong_deadline or Deadline(0.0)
         while silent := [receiver for receiver in self.active if "pong" not in receiver.answers]:
             if pong_deadline.expired:
                 self._fail_late(silent, deadline)
