@@ -202,10 +202,8 @@ def _lower_forward(window: _Window, exchange: RowExchange) -> Lowering:
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         read_rows = _with_halo(build, operands[0], window, exchange)
-        padding = bound(node)["padding"] or (0, 0)
-        return build.rerun(
-            node, [read_rows, *operands[1:]], padding=_without_padding(padding, window)
-        )
+        padding = _without_padding(build, node, operands[0], window)
+        return build.rerun(node, [read_rows, *operands[1:]], padding=padding)
 
     return lower
 
@@ -232,13 +230,11 @@ def _padding_rows(build: Builder, window: _Window) -> Rows:
     return first - read[0], read[1] - last
 
 
-def _without_padding(padding: Sequence[int], window: _Window) -> list[int]:
-    """Return the padding argument with 0 for the sharded dim."""
-    num_spaces = max(len(padding), window.space + 1)
-    return [
-        0 if space == window.space else pad
-        for space, pad in enumerate(per_dim(padding, num_spaces))
-    ]
+def _without_padding(build: Builder, node: Node, image: Ref, window: _Window) -> list[int]:
+    """Return a node's padding argument, one number a spatial dim, with 0 for the sharded one."""
+    num_spaces = len(build.shape(image)) - (window.dim - window.space)
+    padding = per_dim(bound(node)["padding"] or (0,), num_spaces)
+    return [0 if space == window.space else pad for space, pad in enumerate(padding)]
 
 
 def backward_by_rows(call: Call) -> list[Strategy]:
@@ -263,12 +259,8 @@ def _lower_backward(window: _Window, exchange: RowExchange, needs_input_gradient
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         gradient, value, weight = operands
         read_rows = _with_halo(build, value, window, exchange)
-        padding = build.bind(node, operands)["padding"]
-        results = list(
-            build.rerun(
-                node, [gradient, read_rows, weight], padding=_without_padding(padding, window)
-            )
-        )
+        padding = _without_padding(build, node, value, window)
+        results = list(build.rerun(node, [gradient, read_rows, weight], padding=padding))
         input_gradient = results[0]
         if needs_input_gradient and input_gradient is not None:
             results[0] = _reduce_halo_gradient(build, input_gradient, window, exchange)
@@ -393,7 +385,8 @@ def _lower_max_pool(window: _Window, exchange: RowExchange, columns: int) -> Low
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         read_rows = _with_halo(build, operands[0], window, exchange, float("-inf"))
-        best, indices = build.rerun(node, [read_rows], padding=_pool_padding(node, window))
+        padding = _without_padding(build, node, operands[0], window)
+        best, indices = build.rerun(node, [read_rows], padding=padding)
         assert indices is not None
         row_and_column = _to_row_and_column(build, indices, window, build.shape(read_rows)[3], 1)
         if window.read(build.bounds(window.result_size))[0] < 0:
@@ -407,12 +400,6 @@ def _lower_max_pool(window: _Window, exchange: RowExchange, columns: int) -> Low
         return best, _to_flat_index(build, row_and_column, columns)
 
     return lower
-
-
-def _pool_padding(node: Node, window: _Window) -> list[int]:
-    """Return a pool's padding argument with 0 for the sharded dim."""
-    padding: Sequence[int] = bound(node)["padding"] or (0, 0)
-    return _without_padding(per_dim(padding, 2), window)
 
 
 def _to_row_and_column(
@@ -473,7 +460,7 @@ def _lower_pool_backward(window: _Window, exchange: RowExchange, columns: int) -
         if indices:
             row_and_column = _to_row_and_column(build, indices[0], window, columns, -1)
             indices = [_to_flat_index(build, row_and_column, build.shape(read_like)[3])]
-        padding = _pool_padding(node, window)
+        padding = _without_padding(build, node, value, window)
         (read_gradient,) = build.rerun(node, [gradient, read_like, *indices], padding=padding)
         assert read_gradient is not None
         return (_reduce_halo_gradient(build, read_gradient, window, exchange),)

@@ -275,3 +275,8 @@ LAYERS: Cases = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows(name: str) -> None:
     check_strategies(LAYERS[name], examples=12)
+
+
+@pytest.mark.timeout(120)
+def test_pool_takes_one_number_for_both_dims() -> None:
+    check_strategies(wide_pool("avg_pool2d.default", [3], [1], [1]), examples=12)
