@@ -470,8 +470,8 @@ class Session:
         """Return a plan's graph as recorded and after each pass: (name, graph) in order.
 
         Raises:
-            ValueError: the session was not opened with ``keep_stages=True``, or does not cache
-                this plan.
+            ValueError: the session was not opened with ``Planning(keep_stages=True)``, or does not
+                cache this plan.
         """
         return self._cached_plan(plan).stages
 

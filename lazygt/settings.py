@@ -158,20 +158,28 @@ def written(name: str, value: str) -> str:
 
 
 def expand(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace objects by their settings; None is left out.
+    """Replace objects by their settings, and former names by present ones; None is left out.
 
     Raises:
-        TypeError: a keyword has another object than its own.
+        TypeError: a keyword has another object than its own, or a setting stands there twice.
     """
     settings: dict[str, Any] = {}
-    for keyword, value in keywords.items():
+    for requested, value in keywords.items():
+        keyword = RENAMED.get(requested, requested)
         group = GROUPS.get(keyword)
         if group is not None and isinstance(value, group):
-            values = {f.name: getattr(value, f.name) for f in fields(group)}
-            settings |= {setting_name(group, n): v for n, v in values.items() if v is not None}
-        elif value is not None:
+            values = {setting_name(group, f.name): getattr(value, f.name) for f in fields(group)}
+        else:
             _check_no_object(keyword, value)
-            settings[keyword] = value
+            values = {keyword: value}
+        for name, setting in values.items():
+            if setting is None:
+                continue
+            if name in settings:
+                raise TypeError(
+                    f"lazygt.session got {name!r} twice; write it once, as {written(name, '...')}"
+                )
+            settings[name] = setting
     return settings
 
 
@@ -190,7 +198,7 @@ def grouped(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_no_object(keyword: str, value: object) -> None:
     """Raise TypeError for a misplaced object, or for a value where only an object fits."""
-    if keyword in {"tracing", "planning"}:
+    if value is not None and keyword in {"tracing", "planning"}:
         raise TypeError(
             f"lazygt.session({keyword}={value!r}): expected lazygt.{GROUPS[keyword].__name__}(...)"
         )
@@ -207,7 +215,6 @@ def present(keywords: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
     Args:
         stacklevel: frames from the caller of this function to the user's line, for the warning.
     """
-    settings = expand(keywords)
     for name in keywords.keys() - Settings.__annotations__.keys():
         present_name = RENAMED.get(name, name)
         if present_name in _FIELDS or name in RENAMED:
@@ -216,6 +223,4 @@ def present(keywords: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
                 DeprecationWarning,
                 stacklevel=stacklevel + 1,
             )
-        if name in RENAMED and name in settings:
-            settings[present_name] = settings.pop(name)
-    return settings
+    return expand(keywords)

@@ -151,6 +151,21 @@ def test_misplaced_object_is_a_type_error() -> None:
         lazygt.session(planning=3)  # type: ignore[arg-type]
 
 
+def test_setting_given_twice_is_a_type_error() -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="threads"),
+        pytest.raises(
+            TypeError, match=r"'threads' twice; write it once, as workers=Workers\(threads="
+        ),
+    ):
+        lazygt.session(threads=1, workers=lazygt.Workers(2, threads=2))  # type: ignore[call-arg]
+    with (
+        pytest.warns(DeprecationWarning, match="recover="),
+        pytest.raises(TypeError, match=r"'recovery' twice; write it once, as recovery=\.\.\."),
+    ):
+        lazygt.session(recover="off", recovery="auto")  # type: ignore[call-arg]
+
+
 def test_error_names_the_object_of_a_wrong_value() -> None:
     with pytest.raises(ValueError, match=r"session\(workers=Workers\(threads=0\)\): expected at"):
         lazygt.session(workers=lazygt.Workers(threads=0))

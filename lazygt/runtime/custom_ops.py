@@ -256,7 +256,7 @@ def load_ops(data: Buffer, device: torch.device | None, takes_code: bool) -> lis
     """
     definitions = decode(data)
     if not takes_code and any(definition.code for definition in definitions.ops):
-        raise ProtocolError("pickled code, which a session with ship_code=False does not send")
+        raise ProtocolError("pickled code, which Workers(ship_code=False) does not send")
     sys.path.extend(path for path in definitions.path if path not in sys.path)
     ops = [_LOADED.get(definition.name) or LoadedOp(definition) for definition in definitions.ops]
     if device is not None:

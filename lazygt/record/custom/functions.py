@@ -50,7 +50,7 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             of the program: pass one that changes with every step as a tensor.
 
     Raises:
-        CodeError: the code can't be pickled, or ``ship_code=False`` forbids that.
+        CodeError: the code can't be pickled, or ``Workers(ship_code=False)`` forbids that.
         NoSession: no session is open.
     """
     session_recorder = recorder()

@@ -232,7 +232,7 @@ def graphs_of(device: torch.device, setting: str, limit: int | None) -> CudaGrap
     """Create the capture of CUDA graphs for a device; None if it is off.
 
     Args:
-        setting, limit: arguments of ``lazygt.session(cuda_graphs=..., max_cuda_graph_bytes=...)``.
+        setting, limit: ``cuda_graphs`` and ``max_cuda_graph_bytes`` of ``lazygt.Compile``.
     """
     if device.type != "cuda" or setting == "off":
         return None
