@@ -1,4 +1,4 @@
-"""GPUs of this host, as the driver's library (NVML) reports them.
+"""GPUs of this host, as the driver's library (NVML) reports them, and the kind that kernels need.
 
 NVML, since torch would initialize CUDA for that: CUDA takes memory of a GPU, and no child that the
 process forks may use CUDA after its initialization.
@@ -23,12 +23,31 @@ class HostGpu(NamedTuple):
     capability: tuple[int, int]
 
 
+class Gpu(NamedTuple):
+    """Kind of GPU; by default one that satisfies every kernel of attention."""
+
+    capability: tuple[int, int] = (8, 0)  # compute capability
+    cudnn: int = 0  # version of cuDNN, such as 91900; 0: none is known
+
+
 @functools.cache
 def host_gpus() -> tuple[HostGpu, ...]:
     """Return all GPUs of this host that answer, visible to CUDA or not; none without a driver."""
     count = _queried(lambda: int(_driver().nvmlDeviceGetCount())) or 0
     gpus = (_queried(functools.partial(_gpu, index)) for index in range(count))
     return tuple(gpu for gpu in gpus if gpu is not None)
+
+
+@functools.cache
+def workers_gpu() -> Gpu:
+    """Return the least capable GPU of this host: its kernels run on all of them.
+
+    On a host without a GPU (workers are elsewhere, or there are none) it is the default.
+    """
+    capability = min((gpu.capability for gpu in host_gpus()), default=None)
+    if capability is None:
+        return Gpu()
+    return Gpu(capability, torch.backends.cudnn.version() or 0)
 
 
 def why_none() -> str:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
+from lazygt.host.gpus import Gpu, workers_gpu
 from lazygt.record.context import workers_device
-from lazygt.record.formulas.gpu import Gpu, workers_gpu
 
 aten: Any = torch.ops.aten
 

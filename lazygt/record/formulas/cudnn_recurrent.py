@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from lazygt.host.gpus import workers_gpu
 from lazygt.record.context import workers_device
-from lazygt.record.formulas.gpu import workers_gpu
 
 aten: Any = torch.ops.aten
 #: cuDNN's modes: the kinds of layers.

@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazygt
 from lazygt.graph.node import Graph, Node, Ref
-from lazygt.host.gpus import HostGpu
-from lazygt.record.formulas import attention_kernel, gpu
-from lazygt.record.formulas.gpu import Gpu
+from lazygt.host import gpus
+from lazygt.host.gpus import Gpu, HostGpu
+from lazygt.record.formulas import attention_kernel
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -327,7 +327,7 @@ def _same(result: torch.Tensor, call: attention_kernel.AttentionCall) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "expected"),
+    ("present", "expected"),
     [
         ((HostGpu("H100", (9, 0)), HostGpu("A10", (8, 6))), Gpu((8, 6), 91900)),
         ((HostGpu("H100", (9, 0)),), H100),
@@ -335,8 +335,8 @@ def _same(result: torch.Tensor, call: attention_kernel.AttentionCall) -> None:
     ],
 )
 def test_the_least_capable_gpu_chooses(
-    monkeypatch: pytest.MonkeyPatch, gpus: tuple[HostGpu, ...], expected: Gpu
+    monkeypatch: pytest.MonkeyPatch, present: tuple[HostGpu, ...], expected: Gpu
 ) -> None:
-    monkeypatch.setattr(gpu, "host_gpus", lambda: gpus)
+    monkeypatch.setattr(gpus, "host_gpus", lambda: present)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert gpu.workers_gpu.__wrapped__() == expected
+    assert gpus.workers_gpu.__wrapped__() == expected

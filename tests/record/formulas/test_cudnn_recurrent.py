@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import lazygt
 from lazygt.graph.node import Node
+from lazygt.host.gpus import Gpu
 from lazygt.record.formulas import cudnn_recurrent
-from lazygt.record.formulas.gpu import Gpu
 from lazygt.recovery import recover
 from tests.support import cudnn_rnn
 
