@@ -38,7 +38,7 @@ from benchmarks.models import (
     varying_step,
 )
 from lazygt.config import Config
-from lazygt.native.fit import builds_place, facts_here
+from lazygt.native.fit import build_directory, facts_here
 from lazygt.runtime.compiling import compiler
 from lazygt.settings import grouped
 
@@ -119,7 +119,7 @@ class Contestant:
             "TORCHINDUCTOR_CACHE_DIR": self._cache.name,
             "LAZYGT_CACHE_DIR": f"{self._cache.name}/lazygt",
         }
-        build = builds_place() / facts_here().key
+        build = build_directory() / facts_here().key
         if build.is_dir():  # the native extension is built at set-up, and nothing else
             shutil.copytree(build, f"{self._cache.name}/lazygt/native/{build.name}")
         command = [sys.executable, "-m", "benchmarks.contestant", kind, workload]

@@ -14,9 +14,9 @@ import typer
 from lazygt.cli.script import AsJson, fail, show, show_json
 from lazygt.config import Config, cache_setting
 from lazygt.errors import LazyGTError, SecurityError
-from lazygt.host.files import cache_place
+from lazygt.host.files import cache_directory
 from lazygt.host.processes import hide
-from lazygt.net.keys import Keyring, keys_place, new_token
+from lazygt.net.keys import Keyring, keys_directory, new_token
 from lazygt.pool.gateway import open_gateway
 from lazygt.pool.pool_client import Pool
 from lazygt.pool.requests import Quota, Rules, address, quotas
@@ -142,7 +142,7 @@ def token() -> None:
 
 def _ring(context: typer.Context, directory: Path | None) -> Keyring:
     try:
-        return Keyring(directory or keys_place())
+        return Keyring(directory or keys_directory())
     except (SecurityError, OSError) as error:
         fail(context, str(error))
 
@@ -189,10 +189,10 @@ def serve(
             workers if device == "cuda" else min(workers, len(os.sched_getaffinity(0)))
         )
         rules = Rules(workers, limit, queue, grace, expiry, default, client_quotas, hidden)
-        caches = cache_place(cache_setting()) / "clients"
+        caches = cache_directory(cache_setting()) / "clients"
         if hidden:
             hide()
-        ring = Keyring(directory or keys_place())
+        ring = Keyring(directory or keys_directory())
         gateway = open_gateway(address(bind), ring, rules, device, caches)
     except (OSError, ValueError, LazyGTError) as error:
         fail(context, str(error))
@@ -262,7 +262,7 @@ def _request(
     if key is not None and directory is not None:
         fail(context, "say who you are with --key FILE or with --keys FOLDER, not both")
     try:
-        with Pool(on, key or Keyring(directory or keys_place()).own()) as pool:
+        with Pool(on, key or Keyring(directory or keys_directory()).own()) as pool:
             return call(pool)
     except LazyGTError as error:
         fail(context, str(error))

@@ -12,7 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from lazygt.calibrate import FULL, QUICK, measure, write
 from lazygt.cli.script import check_output, show
 from lazygt.config import cache_setting, wheels_setting
-from lazygt.machine import CALIBRATED, Machine, calibrated_place, default_machine
+from lazygt.machine import CALIBRATED, Machine, calibrated_path, default_machine
 from lazygt.machine.file import in_order
 from lazygt.machine.model import quantity
 from lazygt.native import fit
@@ -96,7 +96,7 @@ def calibrate(
             progress.update(task, description=f"{measurement} {done}/{of}" if of else measurement)
 
         machine = measure(kind, QUICK if quick else FULL, threads, show_progress)
-    path = write(machine, output or calibrated_place(cache_setting()))
+    path = write(machine, output or calibrated_path(cache_setting()))
     typer.echo(machine.about)
     show(_table(machine, default_machine(kind)))
     typer.echo(f"written to {path}")

@@ -16,7 +16,7 @@ from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
 # -- def-use chains of a graph: the producer of each value, and the nodes that read it -------------
 
 #: Positions of some operands of a node.
-Places = tuple[int, ...]
+Positions = tuple[int, ...]
 
 
 class DefUse(NamedTuple):
@@ -28,14 +28,14 @@ class DefUse(NamedTuple):
     #: for each value (number of its producer, index of the result); None for an input
     makers: Sequence[tuple[int, int] | None]
     #: for each value: number of a node that reads it -> positions of the operands
-    users: Sequence[Mapping[int, Places]]
+    users: Sequence[Mapping[int, Positions]]
 
 
 def def_use(graph: Graph) -> DefUse:
     """Return the def-use chains of a graph."""
     nodes = []
     makers: list[tuple[int, int] | None] = [None] * len(graph.inputs)
-    users: list[dict[int, Places]] = [{} for _ in graph.inputs]
+    users: list[dict[int, Positions]] = [{} for _ in graph.inputs]
     for number, (node, results) in enumerate(graph.numbered()):
         refs = node.refs()
         nodes.append((node, refs, results))

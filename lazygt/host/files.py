@@ -271,7 +271,7 @@ def _quoted(path: Path) -> str:
 # -- cache directory of compiled code --------------------------------------------------------------
 
 
-def cache_place(override: str | None = None) -> Path:
+def cache_directory(override: str | None = None) -> Path:
     """Return the path of the cache directory, which may not exist yet.
 
     Args:

@@ -205,16 +205,16 @@ class OOMKills:
         return more
 
     def _count(self) -> int:
-        for place in self._places():
+        for path in self._counter_files():
             try:
-                match = _COUNT.search(place.read_text())
+                match = _COUNT.search(path.read_text())
             except OSError:
                 continue  # another version of cgroups, or none
             if match:
                 return int(match[1])
         return 0
 
-    def _places(self) -> Iterator[Path]:
+    def _counter_files(self) -> Iterator[Path]:
         """Yield the files that may have the count, this process's cgroup first."""
         for cgroup in _cgroups(self._root, "memory"):
             yield cgroup / "memory.events"

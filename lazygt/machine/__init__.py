@@ -9,7 +9,7 @@ from lazygt.machine.file import shipped
 from lazygt.machine.find import (
     CALIBRATED,
     Gpus,
-    calibrated_place,
+    calibrated_path,
     default_machine,
     machine_of,
     on_hosts,
@@ -23,7 +23,7 @@ __all__ = [
     "Gpus",
     "LinkFigures",
     "Machine",
-    "calibrated_place",
+    "calibrated_path",
     "collective_seconds",
     "default_machine",
     "machine_of",

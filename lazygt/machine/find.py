@@ -13,23 +13,23 @@ from typing import NamedTuple
 
 from lazygt.errors import MachineError
 from lazygt.graph.mesh import Mesh, VirtualMesh
-from lazygt.host.files import cache_place
+from lazygt.host.files import cache_directory
 from lazygt.machine.file import FOLDER, read, shipped
 from lazygt.machine.model import Machine
 
-#: Name of the machine in ``calibrated_place``.
+#: Name of the machine in ``calibrated_path``.
 CALIBRATED = "calibrated"
 #: Default machine by device.
 _DEFAULTS = {"cpu": "cpu-generic", "cuda": "h100"}
 
 
-def calibrated_place(cache_dir: str | None = None) -> Path:
+def calibrated_path(cache_dir: str | None = None) -> Path:
     """Return the default path of the file that ``lazygt calibrate`` writes.
 
     Args:
-        cache_dir: see ``cache_place``.
+        cache_dir: see ``cache_directory``.
     """
-    return cache_place(cache_dir) / "machine.toml"
+    return cache_directory(cache_dir) / "machine.toml"
 
 
 def machine_of(named: str | os.PathLike[str], cache_dir: str | None = None) -> Machine:
@@ -49,7 +49,7 @@ def machine_of(named: str | os.PathLike[str], cache_dir: str | None = None) -> M
     if name.lower() in shipped():
         return _shipped(name.lower())
     if name.lower() == CALIBRATED:
-        path = calibrated_place(cache_dir)
+        path = calibrated_path(cache_dir)
         if not path.is_file():
             raise MachineError(path, "", "is not there yet: run lazygt calibrate")
         return read(path)

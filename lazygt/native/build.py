@@ -32,7 +32,7 @@ from lazygt.native.fit import (
     Build,
     Facts,
     Misfit,
-    builds_place,
+    build_directory,
     check,
     facts_here,
     file_name,
@@ -68,7 +68,7 @@ def build(say: Say) -> Build:
         PermissionError: other users may write to the cache.
     """
     facts = facts_here()
-    directory = private_directory(builds_place())
+    directory = private_directory(build_directory())
     with _build_lock(directory):
         try:
             cached = check(directory / facts.key)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from lazygt.config import cache_setting, sanitize_setting
-from lazygt.host.files import cache_place, check_private, replace
+from lazygt.host.files import cache_directory, check_private, replace
 
 #: Name of the extension module, and of the package of its wheel.
 NAME, PACKAGE = "_lazygt_native", "lazygt_native"
@@ -109,14 +109,14 @@ def file_name() -> str:
     return f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
-def builds_place() -> Path:
+def build_directory() -> Path:
     """Return the directory for new builds, one directory each, named by their facts."""
-    return builds_places()[0]
+    return build_directories()[0]
 
 
-def builds_places() -> list[Path]:
+def build_directories() -> list[Path]:
     """Return the directories of builds: LAZYGT_CACHE_DIR's, if it is set, then the user's."""
-    directories = (cache_place(cache_dir) / "native" for cache_dir in (cache_setting(), None))
+    directories = (cache_directory(cache_dir) / "native" for cache_dir in (cache_setting(), None))
     return list(dict.fromkeys(directories))
 
 
@@ -134,7 +134,7 @@ def find() -> Build:
         except Misfit as misfit:
             reasons.append(f"the wheel {PACKAGE} was {misfit}")
     facts = facts_here()
-    for builds in builds_places():
+    for builds in build_directories():
         directory = builds / facts.key
         try:
             if not directory.is_dir():

@@ -90,7 +90,7 @@ def token_from(environment: Mapping[str, str]) -> bytes | None:
 # -- of a pool ---------------------------------------------------------------------------------
 
 
-def keys_place() -> Path:
+def keys_directory() -> Path:
     """Return the default directory of a pool's keys, among the user's settings."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base).absolute() if base else Path.home() / ".config") / "lazygt" / "keys"

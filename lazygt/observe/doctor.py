@@ -18,7 +18,7 @@ from lazygt.config import Config
 from lazygt.errors import MachineError
 from lazygt.host.gpus import host_gpus, why_none
 from lazygt.host.processes import cpu_quota
-from lazygt.machine import CALIBRATED, calibrated_place, default_machine, machine_of
+from lazygt.machine import CALIBRATED, calibrated_path, default_machine, machine_of
 from lazygt.native import build
 
 OLDEST_TORCH = (2, 11)
@@ -214,8 +214,8 @@ def costs() -> Check:
     if config.machine is None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         detail = f"plans by the costs of {default_machine(kind)}"
-        place = calibrated_place(config.cache_dir)
-        advice = f"to plan by {place}: LAZYGT_MACHINE={CALIBRATED}" if place.is_file() else ""
+        path = calibrated_path(config.cache_dir)
+        advice = f"to plan by {path}: LAZYGT_MACHINE={CALIBRATED}" if path.is_file() else ""
         return Check("costs", "ok", detail, advice)
     try:
         machine = machine_of(config.machine, config.cache_dir)

@@ -72,7 +72,7 @@ def position_varies(trace: StepTaker, call: Key, numbers: tuple[int, ...]) -> bo
         numbers: the positions of this call.
     """
     program_point = user_call_site(1), trace.step.ops - trace.split, call
-    return trace.trie.places.change(program_point, numbers)
+    return trace.trie.positions.change(program_point, numbers)
 
 
 def existing_step(trace: StepTaker, op: Moved) -> TrieNode | None:

@@ -24,7 +24,7 @@ from lazygt.graph.ops import OpFacts, facts
 Key = tuple[Any, ...]
 #: Position that inference assumes for all.
 SAMPLE = 1
-#: Number of places with remembered positions.
+#: Number of program points with remembered positions.
 _MOST_POINTS = 20_000
 
 
@@ -50,11 +50,11 @@ class Moved(NamedTuple):
         return (*map(Ref, refs), *map(arg, rest))
 
 
-class Places:
+class PositionsByPoint:
     """Positions seen at each program point."""
 
     def __init__(self) -> None:
-        #: place -> the first positions there, or None: several were
+        #: program point -> the first positions there, or None: several were
         self._seen: dict[Key, tuple[int, ...] | None] = {}
 
     def change(self, program_point: Key, numbers: tuple[int, ...]) -> bool:

@@ -21,7 +21,7 @@ from lazygt.graph.recent import Recent
 from lazygt.graph.source import CallSite, expand
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.marks import MARKS
-from lazygt.record.positions import Places
+from lazygt.record.positions import PositionsByPoint
 from lazygt.record.tensor import NATIVE, ViewOp
 
 
@@ -153,7 +153,7 @@ class TraceTrie:
         self.begin_under(())
         self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
         self.steps = 0
-        self.places = Places()
+        self.positions = PositionsByPoint()
         #: prefetched steps, each below the previous one; not reached yet
         self._ahead: list[TrieNode] = []
         #: steps to remove when the current trace has its plan

@@ -12,7 +12,7 @@ import pytest
 
 import lazygt
 from lazygt.errors import MachineError
-from lazygt.machine import calibrated_place, default_machine, machine_of, shipped
+from lazygt.machine import calibrated_path, default_machine, machine_of, shipped
 from lazygt.machine.file import parse, text_of
 from lazygt.machine.model import BASES, FIGURES
 
@@ -42,7 +42,7 @@ def test_names_are_found_in_capitals_and_files_by_their_path(tmp_path: Path) -> 
 
 
 def test_the_calibrated_one_lies_in_the_cache(tmp_path: Path) -> None:
-    place = calibrated_place(str(tmp_path))
+    place = calibrated_path(str(tmp_path))
     with pytest.raises(MachineError, match=r"machine .*machine\.toml is not there yet: run lazygt"):
         machine_of("calibrated", str(tmp_path))
     place.write_text(GENERIC)

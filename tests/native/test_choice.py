@@ -129,7 +129,7 @@ def test_a_build_in_the_users_cache_is_found_beside_a_cache_dir(
     found = fit.find()
     assert found.facts == built.facts
     assert found.path.is_relative_to(room.cache.parent / "lazygt" / "native")
-    assert fit.builds_place() == tmp_path / "empty" / "native"
+    assert fit.build_directory() == tmp_path / "empty" / "native"
 
 
 @pytest.mark.parametrize(

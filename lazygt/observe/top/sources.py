@@ -131,11 +131,11 @@ class PoolSource(StatusSource):
 
     def __init__(self, on: str, key: str | os.PathLike[str] | KeyFile | None) -> None:
         # why: they load torch and sockets, which take seconds; local sessions need neither
-        from lazygt.net.keys import Keyring, keys_place
+        from lazygt.net.keys import Keyring, keys_directory
         from lazygt.pool.pool_client import Pool
 
         self._on = on
-        self._pool = Pool(on, key or Keyring(keys_place()).own())
+        self._pool = Pool(on, key or Keyring(keys_directory()).own())
 
     def snapshot(self) -> PoolStatus:
         """See `StatusSource`."""

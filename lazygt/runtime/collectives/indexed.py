@@ -33,7 +33,7 @@ class Routes:
 
     Attributes:
         order: positions in the index, sorted by the ranks that own their rows.
-        places: row numbers within the owners' blocks, in that order.
+        local_rows: row numbers within the owners' blocks, in that order.
         counts: number of rows by requesting rank and owner.
     """
 

@@ -23,7 +23,7 @@ import torch
 from lazygt import native
 from lazygt.graph.node import Node
 from lazygt.graph.per_tensor import LANES, Lanes, lanes_of
-from lazygt.host.files import cache_place, private_directory, replace
+from lazygt.host.files import cache_directory, private_directory, replace
 from lazygt.runtime.executors.eager import EagerExecutor, MakeCode
 from lazygt.runtime.executors.kernel_group import KernelGroup, packed
 from lazygt.runtime.plan import Plan
@@ -60,11 +60,11 @@ class Cache:
     """Directory of artifacts, stored as ``KEY.json`` and ``KEY-CHECKSUM.so``.
 
     Args:
-        place: path of the directory; None: the user's default, see ``cache_place``.
+        path: path of the directory; None: the user's default, see ``cache_directory``.
     """
 
-    def __init__(self, place: str | None = None) -> None:
-        self.place = cache_place(place)
+    def __init__(self, path: str | None = None) -> None:
+        self.path = cache_directory(path)
 
     def directory(self) -> Path:
         """Return the directory, created if it is missing.
@@ -72,7 +72,7 @@ class Cache:
         Raises:
             PermissionError: as ``private_directory``.
         """
-        return private_directory(self.place)
+        return private_directory(self.path)
 
     def code(self, key: str) -> Path:
         """Return the path of an artifact's compiled code, after a check of its checksum.
@@ -84,7 +84,7 @@ class Cache:
         _check(key)
         record = self._read(key)
         if record is None:
-            raise ValueError(f"there is no artifact {key} in {self.place}, or it is damaged")
+            raise ValueError(f"there is no artifact {key} in {self.path}, or it is damaged")
         return record[1]
 
     def find(self, key: str) -> Record | None:
@@ -121,7 +121,7 @@ class Cache:
             _, checksum = _decoded(record)
         except (KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"its record is none: {error}") from error
-        return record, (self.place / _code_name(key, checksum)).read_bytes()
+        return record, (self.path / _code_name(key, checksum)).read_bytes()
 
     def take(self, key: str, record: bytes, code: bytes) -> None:
         """Store a copy of an artifact from another machine's cache.

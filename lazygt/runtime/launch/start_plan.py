@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from lazygt.config import cache_setting
-from lazygt.host.files import cache_place
+from lazygt.host.files import cache_directory
 from lazygt.host.gpus import why_none
 from lazygt.net import channel
 from lazygt.net.channel import Address, Keys
@@ -189,7 +189,7 @@ class StartPlan:
     directory: Path
     token: bytes
     #: cache directory of compiled code, unless the spec's environment sets one
-    cache: str = field(default_factory=lambda: str(cache_place(cache_setting())))
+    cache: str = field(default_factory=lambda: str(cache_directory(cache_setting())))
 
     def boot(
         self,

@@ -59,7 +59,7 @@ class Far:
             seen.append((rank, len(buffers)))
             (host,) = (host for host, there in self.hosts.items() if there == rank)
             worker = self.workers.setdefault(
-                host, Worker(config=Config.load(cache_dir=str(self.cache(host).place)))
+                host, Worker(config=Config.load(cache_dir=str(self.cache(host).path)))
             )
             (reply,) = worker.handle(encode(message, buffers))
             installs.answered(rank, decode(reply, (Installed,)))
@@ -171,13 +171,13 @@ def test_invalid_artifact_is_not_stored(
     message: Install, said: str, cache: Cache, far: Far
 ) -> None:
     there = far.cache(0)
-    worker = Worker(config=Config.load(cache_dir=str(there.place)))
+    worker = Worker(config=Config.load(cache_dir=str(there.path)))
     for buffers in ([], damaged(cache.copy_of(KEY))):
         (reply,) = worker.handle(encode(message, buffers))
         told = decode(reply, (Installed,))
         if buffers or message.key != KEY or message.toolchain != toolchain("cpu"):
             assert said in told.error
-    assert not there.place.exists() or not list(there.place.iterdir())
+    assert not there.path.exists() or not list(there.path.iterdir())
 
 
 def test_a_worker_that_takes_no_code_takes_none(
@@ -193,7 +193,7 @@ def test_a_worker_that_takes_no_code_takes_none(
 def test_an_artifact_that_is_gone_is_not_sent(cache: Cache, far: Far) -> None:
     installs = installs_of(cache, far)
     installs.ready([KEY])
-    (cache.place / f"{KEY}.json").unlink()
+    (cache.path / f"{KEY}.json").unlink()
     assert far.answer(installs) == [(2, 0), (4, 0)]
     assert "worker 2: it could not be sent" in installs.error
     assert installs.pending == set()

@@ -31,7 +31,7 @@ def test_stored_artifact_is_found(cache: Cache) -> None:
 @pytest.mark.parametrize("suffix", ["json", "so"])
 @pytest.mark.parametrize("damage", ["flipped", "cut short", "emptied", "zeroed", "removed"])
 def test_a_damaged_artifact_is_as_good_as_missing(cache: Cache, suffix: str, damage: str) -> None:
-    (path,) = cache.place.glob(f"*.{suffix}")
+    (path,) = cache.path.glob(f"*.{suffix}")
     data = path.read_bytes()
     # the second digit of the record's seconds; any byte of the code
     place = data.index(b"5") if suffix == "json" else 1000
@@ -56,9 +56,9 @@ def test_the_place_is_the_users_cache_directory(
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert Cache().place == tmp_path / ".cache" / "lazygt"
+    assert Cache().path == tmp_path / ".cache" / "lazygt"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert Cache().place == tmp_path / "xdg" / "lazygt"
+    assert Cache().path == tmp_path / "xdg" / "lazygt"
 
 
 def test_a_user_without_a_home_has_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,11 +72,11 @@ def test_a_user_without_a_home_has_a_place(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("pwd.getpwuid", unknown)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     cache = Cache()
-    assert cache.place == tmp_path / f"compiled-by-lazygt-{os.getuid()}"
+    assert cache.path == tmp_path / f"compiled-by-lazygt-{os.getuid()}"
     cache.keep(KEY, CODE, RECORD)
     assert cache.find(KEY) == RECORD
-    assert cache.place.stat().st_mode & 0o777 == 0o700
-    assert Cache(str(tmp_path / "given")).place == tmp_path / "given"
+    assert cache.path.stat().st_mode & 0o777 == 0o700
+    assert Cache(str(tmp_path / "given")).path == tmp_path / "given"
 
 
 def test_a_link_that_somebody_else_has_put_there_is_refused(
@@ -84,7 +84,7 @@ def test_a_link_that_somebody_else_has_put_there_is_refused(
 ) -> None:
     """It may lead elsewhere as soon as it was looked at."""
     link = tmp_path / "link"
-    link.symlink_to(cache.place)
+    link.symlink_to(cache.path)
     assert Cache(str(link)).find(KEY) == RECORD
     lstat = Path.lstat
 

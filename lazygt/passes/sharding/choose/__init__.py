@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lazygt.graph.liveness import DefUse, Places
+from lazygt.graph.liveness import DefUse, Positions
 from lazygt.graph.placement import (
     Cut,
     Partial,
@@ -304,7 +304,7 @@ class Connections:
         self._nbytes = [0 if meta is None else meta.nbytes for meta in metas]
         for value in grown:
             self._nbytes[value] *= _GROWN_WEIGHT
-        self._placement_columns: dict[tuple[int, bool, Places], Options] = {}
+        self._placement_columns: dict[tuple[int, bool, Positions], Options] = {}
         self._options_cache: dict[tuple[object, ...], Options] = {}
         self._first_options: dict[int, Options] = {}
         self._connected: dict[tuple[object, ...], _Connected] = {}
@@ -375,7 +375,9 @@ class Connections:
         """Build the factors of a value; see ``_Connected``."""
         nbytes, prices = self._nbytes[value], self._prices
         maker, users = self._chains.makers[value], self._chains.users[value]
-        wants = [self._placement_column(user, False, places) for user, places in users.items()]
+        wants = [
+            self._placement_column(user, False, positions) for user, positions in users.items()
+        ]
         wants += [
             self._interned(tuple([(placement,) for placement in placements]))
             for placements in allowed
@@ -449,21 +451,21 @@ class Connections:
             options = self._options_cache[key] = self._interned(provided)
         return options
 
-    def _placement_column(self, node: int, result: bool, places: Places) -> Options:
+    def _placement_column(self, node: int, result: bool, positions: Positions) -> Options:
         """Return for each strategy of a node the placements of a result, or of some operands.
 
         Args:
-            result: ``places`` is the position of a result, else they are positions of operands.
+            result: ``positions`` is the position of a result, else they are positions of operands.
         """
         entry = self._entries[node]
-        key = id(entry), result, places
+        key = id(entry), result, positions
         options = self._placement_columns.get(key)
         if options is None:
             placements = [
                 strategy.outputs if result else strategy.inputs for strategy in entry.strategies
             ]
             column = [
-                tuple(dict.fromkeys(of_strategy[position] for position in places))
+                tuple(dict.fromkeys(of_strategy[position] for position in positions))
                 for of_strategy in placements
             ]
             options = self._placement_columns[key] = self._interned(tuple(column))

@@ -347,7 +347,7 @@ class Builder:
             received = self.send_recv(self.joined(outgoing, dim), dim, move.sent)
         pieces = [
             self.slice(value if is_local else received, dim, start, count)
-            for is_local, start, count in move.places(self.index)
+            for is_local, start, count in move.wanted_pieces(self.index)
         ]
         return self.joined(pieces or [self.slice(value, dim, 0, 0)], dim)
 

@@ -88,7 +88,7 @@ class RowExchange:
             if piece.source == rank != target
         ]
 
-    def places(self, rank: int) -> list[tuple[bool, int, int]]:
+    def wanted_pieces(self, rank: int) -> list[tuple[bool, int, int]]:
         """Return (is local, first row, number of rows) of each piece that a rank wants.
 
         The first row is an index into the rank's own rows if local, else into the received rows.
