@@ -10,7 +10,7 @@ NATIVE  := $(VENV)/.native
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-native test-fast test-slow test-deep test-programs \
+.PHONY: help setup demo pictures test test-native test-fast test-slow test-deep test-programs \
 	test-clusters test-cuda-host lint bench clean
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-programs  installs other people's libraries and compares their programs with eager"
 	@echo "make test-clusters  programs on several hosts, in network namespaces (as root)"
 	@echo "make test-cuda-host  the CUDA branches, without a GPU: stubs of CUDA's libraries (downloads 4 GB)"
+	@echo "make pictures   the pictures of the documentation (needs Graphviz)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      every benchmark, results into benchmarks/RESULTS.md"
 
@@ -45,6 +46,9 @@ demo: $(PRODUCT)
 	$(BIN)/python examples/train_digits.py
 	@$(MAKE) -q $(NATIVE) || { nohup $(MAKE) $(NATIVE) > $(VENV)/native.log 2>&1 & \
 		echo "the C++ extension is built in the background, for faster runs: see $(VENV)/native.log"; }
+
+pictures: $(PRODUCT)
+	$(BIN)/lazygt viz examples/first_session.py -o docs/pictures/step.svg
 
 PYTEST   = HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest
 # By files in the order of their names: by the number of their tests, long ones would come last.

@@ -65,6 +65,15 @@ def test_python_examples_run(name: str, tmp_path: Path) -> None:
     assert done.stdout == "".join(blocks(name, "text"))
 
 
+def test_readme_shows_the_program_that_its_picture_draws() -> None:
+    (program,) = blocks("README.md", "python")
+    assert (ROOT / "examples" / "first_session.py").read_text() == program
+    picture = (ROOT / "docs" / "pictures" / "step.svg").read_text()
+    for number, line in enumerate(program.splitlines(), 1):
+        if "loss =" in line or ".step()" in line:
+            assert f"first_session.py:{number}&#10;" in picture
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_make_targets_exist(name: str) -> None:
     commands = "".join(blocks(name, "console"))
