@@ -452,7 +452,7 @@ class Session:
 
     def plans(self) -> list[Plan]:
         """List the cached plans, oldest first."""
-        return [cached.entry.plan for cached in self._planner.kept()]
+        return [cached.entry.plan for cached in self._planner.cached_plans()]
 
     def compiles(self) -> list[CompileRecord]:
         """List the fused groups with requested compilations, in order of the requests."""
@@ -489,7 +489,7 @@ class Session:
         """Find a plan in the cache by its digest; raise ValueError without ``keep_stages``."""
         if not self.config.keep_stages:
             raise ValueError("stages() needs lazygt.session(planning=Planning(keep_stages=True))")
-        for cached in self._planner.kept():
+        for cached in self._planner.cached_plans():
             if cached.entry.plan.digest == plan.digest:
                 return cached
         raise ValueError(f"this session keeps no plan {plan.digest.hex()[:12]}; see plans()")

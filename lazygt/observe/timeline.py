@@ -386,7 +386,7 @@ class TimelineProbe(Observer):
         )
         self._last_flush_end = end
 
-    def did(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
+    def record(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
         """Draw a phase of a flush, from ``begin`` to now."""
         self._span(_RECORDING, what, begin, time.monotonic_ns(), args)
 

@@ -107,7 +107,7 @@ def unpacked(path: Path, data: bytes | memoryview, kind: type[T]) -> T:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a file is a checkpoint of any format, or the beginning of one.
+    """Return whether a file is a checkpoint of any format version, or the beginning of one.
 
     Raises:
         PermissionError: it is another user's, or no file.
@@ -190,7 +190,7 @@ class CheckpointFile:
         return begin, length, crc
 
     def _damaged(self, what: str) -> CheckpointError:
-        """Return the error for a wrong checksum."""
+        """Return the error for a wrong checksum of a section, the index or the header."""
         return CheckpointError(
             self.path,
             f"{what} is not what was written: the checksum differs. Nothing was loaded. Remove "
@@ -223,7 +223,7 @@ class CheckpointFolder:
     """Folder of checkpoints, locked by this session; it is created if there is none.
 
     Attributes:
-        whole: numbers of the retained files.
+        whole: numbers of the retained files, oldest first.
 
     Raises:
         CheckpointError: another session has locked it, or it can't be written.

@@ -28,7 +28,7 @@ from lazygt.recovery.checkpoint.states import Leaf, placements_of, tensor_of
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """First section of a file; the other sections are the values of the leaves."""
+    """First section of a file; the others are the values of the states' tensors, the leaves."""
 
     states: dict[str, bytes]  # encoded states without their tensors, by name
     classes: dict[str, str]  # classes of the registered objects, by name
@@ -165,7 +165,7 @@ class Saved(Mapping[str, Any]):
             object_states.check(self.path, name, obj, self._contents.classes[name], state)
 
     def _device_lookup(self) -> Callable[[int], Tensor]:
-        """Return a function from a number to the tensor on its device; it moves each one once."""
+        """Return a function from a tensor's number to the tensor on its device, moved once."""
         in_session = current_session() is not None
         moved: dict[int, Tensor] = {}
 
