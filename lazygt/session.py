@@ -95,7 +95,7 @@ class Session:
         self._remove_all_hooks = weakref.finalize(self, _remove_hooks, hooks)
         try:
             self._connect(config, hooks)
-            _interceptor.opened(self)
+            _interceptor.on_session_opened(self)
         except BaseException:
             self._remove_all_hooks()
             self._link.close()
@@ -614,7 +614,7 @@ class _Interceptor(NamedTuple):
     """Hooks of ``overseen`` into the opening of sessions."""
 
     settings: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: settings
-    opened: Callable[[Session], object] = lambda session: None
+    on_session_opened: Callable[[Session], object] = lambda session: None
 
 
 _interceptor = _Interceptor()
@@ -622,16 +622,17 @@ _interceptor = _Interceptor()
 
 @contextmanager
 def overseen(
-    settings: Callable[[dict[str, Any]], dict[str, Any]], opened: Callable[[Session], object]
+    settings: Callable[[dict[str, Any]], dict[str, Any]],
+    on_session_opened: Callable[[Session], object],
 ) -> Iterator[None]:
     """Context that changes the settings of all opened sessions, and reports the sessions.
 
     Args:
         settings: function from requested settings to those of the session.
-        opened: called with each opened session.
+        on_session_opened: called with each opened session.
     """
     global _interceptor
-    previous, _interceptor = _interceptor, _Interceptor(settings, opened)
+    previous, _interceptor = _interceptor, _Interceptor(settings, on_session_opened)
     try:
         yield
     finally:

@@ -47,7 +47,7 @@ def run_script(
     args: Sequence[str] = (),
     inline: bool = False,
     settings: Mapping[str, Any] = _NO_SETTINGS,
-    opened: Callable[[Session], object] = lambda session: None,
+    on_session_opened: Callable[[Session], object] = lambda session: None,
 ) -> ScriptRun:
     """Run a script, inside a session if it opens none of its own. Its errors are printed.
 
@@ -57,13 +57,13 @@ def run_script(
         inline: run the plans of a script that opens no session in this process.
         settings: settings forced upon every session of the script. A ``mesh`` replaces the script's
             workers, or its mesh if that has the same axes.
-        opened: called with each new session.
+        on_session_opened: called with each new session.
     """
     sessions: list[Session] = []
 
     def register(session: Session) -> None:
         sessions.append(session)
-        opened(session)
+        on_session_opened(session)
 
     with overseen(lambda options: forced_upon(options, settings), register):
         failed = _run(script, args, inline)
@@ -259,17 +259,17 @@ def run(
     script: Path,
     inline: bool,
     settings: Mapping[str, Any] | None = None,
-    opened: Callable[[Session], object] = lambda session: None,
+    on_session_opened: Callable[[Session], object] = lambda session: None,
 ) -> ScriptRun:
     """Run the script of a command; ends the command if the file does not exist.
 
     Args:
         settings: of every session that the script opens.
-        opened: called with each of them.
+        on_session_opened: called with each of them.
     """
     if not script.is_file():
         fail(context, f"there is no file {script}")
-    return run_script(script, context.args, inline, settings or {}, opened)
+    return run_script(script, context.args, inline, settings or {}, on_session_opened)
 
 
 def check_output(context: typer.Context, path: Path | None, plot: bool = False) -> None:

@@ -101,7 +101,7 @@ def profile(
             context,
             script,
             inline,
-            opened=lambda session: profiles.enter_context(profile_of(session, timeline)),
+            on_session_opened=lambda session: profiles.enter_context(profile_of(session, timeline)),
         )
     try:
         timeline.save(output)

@@ -46,16 +46,16 @@ from lazygt.simulation.program import DryRun
 from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
 from lazygt.sweeps import (
     Combination,
-    Ground,
     ProgramFailed,
     Row,
     Sweep,
+    SweepSetup,
     Window,
     combinations,
     is_knob,
     matching,
     parsed,
-    rows_of,
+    run_combinations,
 )
 from lazygt.sweeps.running import sweep_title
 
@@ -133,7 +133,7 @@ def simulate(
     settings = on_gpus(context, DRY, gpus, hosts, mesh, machine)
     recording = DryRun()
     with AS_IT_IS.made() as overrides:
-        ran = run(context, script, True, settings, recording.opened)
+        ran = run(context, script, True, settings, recording.on_session_opened)
     by_session: list[Prediction | None] = []
     for session, living in recording.observed:
         try:
@@ -181,7 +181,7 @@ def _predict_changed(
     args = arguments if trial.arguments is None else trial.arguments
     recording = DryRun()
     with trial.made(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        ran = run_script(script, args, True, changed, recording.opened)
+        ran = run_script(script, args, True, changed, recording.on_session_opened)
     if ran.failed or not recording.observed:
         raise ValueError(f"with {trial.what} the script fails")
     return recording.longest(compiled)
@@ -200,12 +200,12 @@ def _check(
     settings = {"compile": "off", **({} if mesh is None else {"mesh": mesh})}
     timelines: list[Timeline] = []
 
-    def opened(session: Session) -> None:
+    def on_session_opened(session: Session) -> None:
         timelines.append(Timeline())
         profiles.enter_context(profile(session, timelines[-1]))
 
     with ExitStack() as profiles:
-        ran = run(context, script, True, settings, opened=opened)
+        ran = run(context, script, True, settings, on_session_opened=on_session_opened)
     for prediction, timeline in zip(by_session, timelines, strict=False):
         if prediction is None:
             continue
@@ -278,10 +278,10 @@ def sweep(
     if not simulated:
         settings = {key: settings[key] for key in ("mesh",) if key in settings}
     capacity = None if memory is None else memory * 1e9
-    ground = Ground(settings, simulated, capacity, Window(warmup, measured, profiled))
-    rows, interrupted = _rows(script, context.args[len(knob_args) :], combos, ground)
+    setup = SweepSetup(settings, simulated, capacity, Window(warmup, measured, profiled))
+    rows, interrupted = _rows(script, context.args[len(knob_args) :], combos, setup)
     if rows:
-        title = sweep_title(script.name, len(combos), ground)
+        title = sweep_title(script.name, len(combos), setup)
         result = Sweep(title, rows, baseline_index if baseline_index < len(rows) else 0, target)
         _print(context, result, csv, plot, as_json)
     if interrupted:
@@ -310,18 +310,18 @@ def _print(
 
 
 def _rows(
-    script: Path, arguments: Sequence[str], combos: Sequence[Combination], ground: Ground
+    script: Path, arguments: Sequence[str], combos: Sequence[Combination], setup: SweepSetup
 ) -> tuple[list[Row], bool]:
     """Run all combinations; return the finished rows, and whether the user interrupted."""
     rows: list[Row] = []
     with _progress() as bar, _recorded_interrupts() as interrupts:
-        task = bar.add_task("", total=len(combos) * ground.ticks, what="")
-        ground = replace(ground, tick=lambda: bar.advance(task))
+        task = bar.add_task("", total=len(combos) * setup.ticks, what="")
+        setup = replace(setup, tick=lambda: bar.advance(task))
         run = _Running(script, arguments, interrupts, lambda text: bar.update(task, what=text))
         try:
-            for row in rows_of(combos, run, ground):
+            for row in run_combinations(combos, run, setup):
                 rows.append(row)
-                bar.update(task, completed=len(rows) * ground.ticks)
+                bar.update(task, completed=len(rows) * setup.ticks)
         except KeyboardInterrupt:
             return rows, True
     return rows, False
@@ -352,13 +352,15 @@ class _Running:
         self,
         combo: Combination,
         settings: Mapping[str, Any],
-        opened: Callable[[Session], object],
+        on_session_opened: Callable[[Session], object],
     ) -> None:
         self.show(str(combo))
         passed = [text for knob, value in combo.passed.items() for text in (f"--{knob}", value)]
         with tempfile.TemporaryFile("w+") as output:
             with redirect_stdout(output), redirect_stderr(output):
-                ran = run_script(self.script, [*self.arguments, *passed], True, settings, opened)
+                ran = run_script(
+                    self.script, [*self.arguments, *passed], True, settings, on_session_opened
+                )
             if self.interrupts:  # the script may have caught KeyboardInterrupt
                 raise KeyboardInterrupt
             if ran.failed:

@@ -33,8 +33,12 @@ _ROUNDS, _SKEW = 3, 2
 def collective_seconds(machine: Machine, kind: str, nbytes: int, ranks: int) -> float:
     """Return the seconds of one collective between ranks of a host.
 
-    The payload is that of ``Communication``. The ranks are on several hosts if the machine's
-    ``share`` is below 1. A collective on one rank takes no time.
+    The ranks are on several hosts if the machine's ``share`` is below 1. A collective on one rank
+    takes no time.
+
+    Args:
+        kind: such as ``all_reduce``, as in ``Communication``.
+        nbytes: payload, as in ``Communication``.
     """
     if ranks == 1:
         return 0.0
@@ -49,7 +53,7 @@ def collective_seconds(machine: Machine, kind: str, nbytes: int, ranks: int) -> 
     return link.seconds(sent, ranks)
 
 
-def line_seconds(machine: Machine, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
+def axis_group_seconds(machine: Machine, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
     """Return the seconds of one collective between ranks of a mesh.
 
     Consecutive ranks share a host, up to the machine's ranks per host.
@@ -226,6 +230,7 @@ def _arithmetic(
 
 
 def _product(node: Node, flops: int, metas: Sequence[TensorMeta | None]) -> Product:
+    """Return the work of a matmul, a convolution or an attention."""
     operands = [meta for value in node.refs() if (meta := metas[value]) is not None]
     sizes = product_sizes(node, metas)
     return Product(_dtype(operands), flops, *([] if sizes is None else [sizes]))

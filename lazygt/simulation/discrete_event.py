@@ -23,7 +23,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine
 from lazygt.machine.extrapolation import Outside, outside
-from lazygt.machine.prices import Kernel, kernels_of, line_seconds
+from lazygt.machine.prices import Kernel, axis_group_seconds, kernels_of
 from lazygt.runtime.plan import Plan
 from lazygt.simulation.rank_memory import KnownCategories, Memory, memory_of
 
@@ -307,7 +307,7 @@ class _Run:
         return True
 
     def _seconds(self, what: Communication, ranks: Sequence[int]) -> float:
-        return line_seconds(self._machine, what.kind, what.nbytes, ranks)
+        return axis_group_seconds(self._machine, what.kind, what.nbytes, ranks)
 
     def _send(self, peer: int) -> None:
         """Put a message on the axis's send lane, and note its arrival."""

@@ -113,8 +113,8 @@ class DryRun:
     def __init__(self) -> None:
         self.observed: list[tuple[Session, LiveValue]] = []
 
-    def opened(self, session: Session) -> None:
-        """Record a new session."""
+    def on_session_opened(self, session: Session) -> None:
+        """Record a new session, and observe its values from here on."""
         self.observed.append((session, LiveValue(session)))
 
     def longest(self, compiled: bool = True, machine: Machine | None = None) -> Prediction:
@@ -164,7 +164,7 @@ def simulate(
         session_settings: dict[str, Any] = {k: v for k, v in changed.items() if v is not None}
         recording = DryRun()
         with trial.made() as forced, Session(**grouped(session_settings)) as session:
-            recording.opened(session)
+            recording.on_session_opened(session)
             program()
         return recording.longest(compiled, priced), forced
 
