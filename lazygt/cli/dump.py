@@ -358,9 +358,11 @@ def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> N
 
 
 def _graph(session: Session, plan: Plan, stage: str) -> Graph | None:
+    """Return a plan's graph at a stage; None if it did not go through it."""
     return plan.graph if stage == "plan" else dict(session.stages(plan)).get(stage)
 
 
 def _ops(graph: Graph) -> str:
+    """Return the number of ops as text; a fused group counts as its members."""
     ops = sum(1 if node.body is None else len(node.body.nodes) for node in graph.nodes)
     return count(ops, "op")

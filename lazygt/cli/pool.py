@@ -141,6 +141,7 @@ def token() -> None:
 
 
 def _ring(context: typer.Context, directory: Path | None) -> Keyring:
+    """Open the keys of a folder, by default this user's; ends the command if they are unsafe."""
     try:
         return Keyring(directory or keys_directory())
     except (SecurityError, OSError) as error:

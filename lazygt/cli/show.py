@@ -158,6 +158,7 @@ def log(
 
 
 def _totals_table(name: str, totals: Sequence[Total], most: int) -> PlainTable:
+    """Build the table of totals by a name, with ``most`` rows at most."""
     table = PlainTable(f"by {name}", ">messages", ">bytes", ">ms", ">ms each")
     for total in totals[:most]:
         mean = total.milliseconds / total.count

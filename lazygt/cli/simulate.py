@@ -43,7 +43,7 @@ from lazygt.observe.timeline import Timeline, profile
 from lazygt.session import Session
 from lazygt.simulation import DRY, Prediction, check, predict
 from lazygt.simulation.program import DryRun
-from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
+from lazygt.simulation.suggest import AS_IT_IS, Trial, run_trials, trials
 from lazygt.sweeps import (
     Combination,
     ProgramFailed,
@@ -132,7 +132,7 @@ def simulate(
     check_output(context, output)
     settings = on_gpus(context, DRY, gpus, hosts, mesh, machine)
     recording = DryRun()
-    with AS_IT_IS.made() as overrides:
+    with AS_IT_IS.applied() as overrides:
         ran = run(context, script, True, settings, recording.on_session_opened)
     by_session: list[Prediction | None] = []
     for session, living in recording.observed:
@@ -148,7 +148,7 @@ def simulate(
         longest = max(predictions, key=lambda prediction: prediction.step_seconds)
         changes = trials(longest.mesh, overrides.calls > 0, context.args)
         rerun = partial(_predict_changed, script, context.args, settings, compiled)
-        with_suggestions = replace(longest, tries=lambda: tried(changes, rerun))
+        with_suggestions = replace(longest, tries=lambda: run_trials(changes, rerun))
         _ = with_suggestions.suggestions  # computes them: they are printed only if they are cached
         predictions[predictions.index(longest)] = with_suggestions
     for prediction in predictions:
@@ -180,7 +180,7 @@ def _predict_changed(
     changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
     args = arguments if trial.arguments is None else trial.arguments
     recording = DryRun()
-    with trial.made(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with trial.applied(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         ran = run_script(script, args, True, changed, recording.on_session_opened)
     if ran.failed or not recording.observed:
         raise ValueError(f"with {trial.what} the script fails")
@@ -293,6 +293,7 @@ def sweep(
 def _print(
     context: typer.Context, result: Sweep, csv: Path | None, plot: Path | None, as_json: bool
 ) -> None:
+    """Print a sweep, and write its files; ends the command if one can't be written."""
     if as_json:
         show_json(result.as_json(), indent=2)
     else:
@@ -368,6 +369,7 @@ class _Running:
 
 
 def _last_line(output: IO[str]) -> str:
+    """Return the last line of a script's output, or a substitute."""
     output.seek(0)
     lines = [line.strip() for line in output.read().splitlines() if line.strip()]
     return lines[-1] if lines else "the script failed, and says not why"

@@ -55,7 +55,7 @@ def create_file(name: str, nbytes: int) -> int:
     return fd
 
 
-def memory_of(fd: int) -> int:
+def memfd_bytes(fd: int) -> int:
     """Return the bytes of memory in use by a memfd: written pages, without holes."""
     return os.fstat(fd).st_blocks * 512
 

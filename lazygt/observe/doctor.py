@@ -40,7 +40,7 @@ class Check:
 
 
 def report(open_session: SessionFactory | None = None) -> list[Check]:
-    """Run all checks of this machine, and return the findings in reading order.
+    """Run all checks of this machine (the functions below), and return their findings.
 
     Args:
         open_session: opens a session with one worker, as `lazygt.session` does. Without it no
@@ -117,7 +117,7 @@ def recorder() -> Check:
 
 
 def plan_code() -> Check:
-    """Check the code that runs plans after their first run, for workers like this process."""
+    """Check the code, native or Python, that runs plans after their first run on workers."""
     wanted = Config.load().plan_code
     loaded = native.load()
     if wanted == "native" and loaded.module is None:

@@ -99,6 +99,7 @@ def _scales(costs: Mapping[str, Cost]) -> dict[str, float]:
 
 
 def _node_label(data: Mapping[str, Any], scale: float) -> Label:
+    """Return the label of an input, an op or an output, by its node's attributes."""
     op, note = data["op"], data["meta"]
     text = op
     tip: tuple[str, ...] = (op, note)

@@ -119,6 +119,7 @@ class _Drawing:
     def _op(
         self, name: str, node: Node, graph: Graph, number: int, cost: Cost, group: str | None
     ) -> None:
+        """Add an op; ``group`` is the id of its fused node."""
         metas = ", ".join(map(_text, node.results)) or "no result"
         self._add(name, node.op, family(node), metas, graph.line(number), cost, node.dynamic, group)
         self.drawing.nodes[name]["backward"] = graph.origin(number) in self.backward
@@ -134,6 +135,7 @@ class _Drawing:
         sync: bool = False,
         group: str | None = None,
     ) -> None:
+        """Add a node with all attributes of ``to_networkx``."""
         kind = op if op in ("input", "output") else "op"
         self.drawing.add_node(
             name, kind=kind, op=op, family=family, line=line, meta=meta, cost=cost,
@@ -142,6 +144,7 @@ class _Drawing:
         )  # fmt: skip
 
     def _edge(self, source: str, target: str, value: int, meta: TensorMeta | None) -> None:
+        """Add a value to the edge between two nodes."""
         old = self.drawing.get_edge_data(source, target, {"values": (), "meta": ""})
         metas = ", ".join(text for text in (old["meta"], _text(meta)) if text)
         self.drawing.add_edge(source, target, values=(*old["values"], value), meta=metas)
@@ -310,6 +313,7 @@ def _with_graphviz(source: str, path: Path) -> bytes:
 def _page(
     graph: Graph, collapse: Collapse, title: str, mesh: Mesh | None, backward: Collection[int]
 ) -> str:
+    """Return the HTML page; drawn op by op, its fused groups are open."""
     drawing = to_networkx(graph, mesh, backward)
     by_line = _is_by_line(drawing, collapse)
     opened = () if by_line else drawing.graph["groups"]

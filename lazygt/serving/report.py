@@ -112,6 +112,7 @@ class ServicePlan(Printed):
     Attributes:
         qps: requests a second.
         slo: limit of the p99 latency in seconds; None: no limit.
+        balance: load balancing; see ``serving.simulation``.
         seconds: simulated seconds.
         formulas: figures of each stage by mean-value formulas.
         choices: simulated numbers of GPUs.

@@ -237,7 +237,7 @@ _SLACK = 1e-9  # 30,000 / (20 / 0.03) is 45, despite rounding
 
 
 class StageNumbers(NamedTuple):
-    """A stage by its formulas; seconds, and requests a second.
+    """Figures of a stage by the formulas above; in seconds, and in requests a second.
 
     Attributes:
         qps: arriving requests: the service's, times ``fan``.

@@ -56,7 +56,8 @@ class HeldMemory(NamedTuple):
     """Live bytes of one category and line.
 
     Attributes:
-        line: line that made the bytes; empty if they existed before the run.
+        kind: the category.
+        line: the user's line that computed the values; empty if they existed before the run.
     """
 
     kind: str
@@ -87,7 +88,7 @@ def memory_of(graph: Graph, categories: KnownCategories = KnownCategories()) -> 
 
     Values that the graph does not read are not counted.
     """
-    homes = homes_of(graph)
+    homes = homes_of(graph)  # value -> the first value in the same memory
     category_of = value_kinds(graph, homes, categories)
     frees = [
         [value for value in dropped if value not in categories.kept]
@@ -142,8 +143,8 @@ def _lines(
     """
     producer = dict(_makers(graph))
     alive: Counter[tuple[str, str]] = Counter()
-    allocated = [change for coming, _ in changes for change in coming]
-    freed = [change for _, leaving in changes[:-1] for change in leaving]
+    allocated = [change for allocations, _ in changes for change in allocations]
+    freed = [change for _, frees in changes[:-1] for change in frees]
     for change in (*inputs, *allocated, *freed):
         number = producer.get(change.home)
         line = "" if number is None else graph.line(number)
@@ -166,7 +167,8 @@ def value_kinds(graph: Graph, homes: Sequence[int], categories: KnownCategories)
     """Return the category of each value's memory.
 
     Args:
-        homes: see ``homes_of``.
+        homes: value -> the first value in the same memory.
+        categories: those known to the client.
     """
     kinds = [ACTIVATIONS] * len(graph.values)
     kinds[: len(graph.inputs)] = [OTHER] * len(graph.inputs)
