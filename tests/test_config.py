@@ -14,7 +14,7 @@ import pytest
 
 import lazygt
 from lazygt.config import Config
-from lazygt.settings import GROUPS, RENAMED, Settings, expand, grouped, setting_name, keyword_text
+from lazygt.settings import GROUPS, RENAMED, Settings, expand, grouped, keyword_text, setting_name
 
 pytestmark = pytest.mark.timeout(60)
 KEYWORDS = list(Settings.__annotations__)
