@@ -373,6 +373,7 @@ class _Calibration:
         done, total = 0, progress_count(self.device, self.groups, self.size.collectives)
 
         def progress() -> None:
+            """Report one more measurement of collectives."""
             nonlocal done
             done += 1
             self._progress("collectives", done, total)

@@ -334,6 +334,7 @@ def matmuls(device: Device, launch_seconds: float, units: int) -> MatmulLaw:
 
 
 def _product(device: Device, dtype: torch.dtype, m: int, n: int, k: int) -> Work:
+    """Return a function that multiplies an [m, k] by a [k, n] matrix."""
     a, b = device.ones(m, k, dtype=dtype), device.ones(k, n, dtype=dtype)
     out = device.ones(m, n, dtype=dtype)
     return lambda: torch.mm(a, b, out=out)

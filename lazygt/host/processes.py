@@ -198,6 +198,7 @@ class OOMKills:
         return more
 
     def _count(self) -> int:
+        """Return the number of OOM kills so far, of the innermost scope that counts them."""
         for path in self._counter_files():
             try:
                 match = _COUNT.search(path.read_text())

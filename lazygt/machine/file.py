@@ -287,6 +287,7 @@ def _sort_key(key: str) -> tuple[int, str, int]:
 
 
 def _figure_text(figure: Figure, expected: Quantity) -> str:
+    """Return a figure as a TOML inline table."""
     rest = {"unit": expected.unit, "basis": figure.basis, "source": figure.source}
     fields = [f"value = {_number_text(figure.value)}"]
     fields += [f"{name} = {_quoted(text)}" for name, text in rest.items()]

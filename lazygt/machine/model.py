@@ -226,6 +226,7 @@ class Machine:
 
     @cached_property
     def matmul(self) -> Matmul:
+        """Throughput of matrix products, by dtype."""
         rates = {d: self.figures[f"matmul.rate.{d}"].value for d in DTYPES if self.has("rate", d)}
         peaks = {d: self.figures[f"matmul.peak.{d}"].value for d in DTYPES if self.has("peak", d)}
         return Matmul(rates, peaks, **self._section("matmul"))

@@ -205,6 +205,7 @@ def _draw_nodes(dot: graphviz.Digraph, paths: Paths, node_labels: Mapping[str, L
 
 
 def _draw_each(dot: graphviz.Digraph, names: list[str], node_labels: Mapping[str, Label]) -> None:
+    """Draw nodes with their labels into a graph or a frame."""
     for name in names:
         label = node_labels[name]
         attributes = {
@@ -244,6 +245,7 @@ def _quoted(name: str) -> str:
 
 
 def _legend_table(colours: Mapping[str, str]) -> str:
+    """Return the legend as a label in Graphviz's HTML."""
     cells = "".join(f'<td bgcolor="{colour}">{name}</td>' for name, colour in colours.items())
     table = f'<table border="0" cellborder="1" cellspacing="2"><tr>{cells}</tr></table>'
     rows = f"<tr><td>{table}</td></tr><tr><td>{_FRAMES}</td></tr>"

@@ -179,6 +179,7 @@ class Report(Printed):
             yield from section(title, table)
 
     def _lines(self) -> PlainTable:
+        """Build the table of costs by line, with a total."""
         total = self.total
         table = PlainTable(
             "line", ">ops", ">launches", ">flops", ">share", ">read", ">written", ">share", ">peak",
@@ -194,6 +195,7 @@ class Report(Printed):
         return table
 
     def _plans(self) -> PlainTable:
+        """Build the table of plans."""
         return PlainTable(
             "plan", ">runs", ">ops", ">groups", ">launches", ">flops", ">read", ">written",
             ">inputs", ">peak", spare=(">groups", ">inputs", ">read", ">written"),
@@ -205,6 +207,7 @@ class Report(Printed):
         )  # fmt: skip
 
     def _fused(self) -> PlainTable:
+        """Build the table of fused groups."""
         return PlainTable(
             ">runs", ">ops", "members", "line", ">bytes saved", ">gain",
             rows=(
@@ -215,6 +218,7 @@ class Report(Printed):
         )  # fmt: skip
 
     def _unfused(self) -> PlainTable:
+        """Build the table of ops that are not fused, with reasons."""
         return PlainTable(
             ">runs", ">ops", "members", "line", "why",
             rows=(
@@ -224,6 +228,7 @@ class Report(Printed):
         )  # fmt: skip
 
     def _collectives(self) -> PlainTable:
+        """Build the table of collectives."""
         return PlainTable(
             ">runs", ">count", "collective", ">payload", ">ring a rank", "axis", ">ranks", ">time",
             "line", "why",
@@ -236,6 +241,7 @@ class Report(Printed):
         )  # fmt: skip
 
     def _alternatives(self) -> PlainTable:
+        """Build the table of programs without some of the collectives."""
         return PlainTable(
             ">runs", ">count", "collective", ">payload", "axis", ">time", ">without it", "line",
             "comes of", "instead",

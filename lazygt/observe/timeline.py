@@ -293,6 +293,7 @@ class Timeline:
     def _span_event(
         self, pid: int, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """Return the event of a box from ``begin`` to ``end``, in nanoseconds."""
         return box(pid, track, name, self._micro(begin), (end - begin) / 1e3, args)
 
     def _run_events(self, run: TimedRun) -> Iterable[dict[str, Any]]:
@@ -441,10 +442,12 @@ class TimelineProbe(Observer):
     def _on_worker(
         self, rank: int, name: str, begin: int, end: int, args: Mapping[str, Any]
     ) -> None:
+        """Draw a span on the track of a worker."""
         track = self._track(_WORKERS) + rank
         self.timeline.span(self._pids[rank], track, name, begin, end, args)
 
     def _span(self, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]) -> None:
+        """Draw a span on one of the client's tracks."""
         self.timeline.span(self._pid, self._track(track), name, begin, end, args)
 
     def _track(self, track: int) -> int:

@@ -223,6 +223,7 @@ class VolumeReport(Printed):
         yield from remarks(self.remarks)
 
     def _table(self) -> PlainTable:
+        """Build the table of collectives, with a sum for each kind of parallelism."""
         table = PlainTable(
             "parallelism", ">ranks", "collective", "of", ">count", ">elements each",
             ">logical", ">ring, many ranks", ">ring, a rank",

@@ -178,6 +178,7 @@ def _constrained(name: str, value: LazyTensor, mesh_dim: str, layout: Layout) ->
     full_name = f"{name}, a tensor of {meta_of(value)},"
 
     def fixed(placement: Placement) -> Sharding:
+        """Return a fixed sharding with this placement on the axis, and open on the others."""
         placements = placements_for(
             full_name, value.dim(), {mesh_dim: placement}, mesh, unspecified(mesh)
         )

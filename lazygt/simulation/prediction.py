@@ -280,6 +280,7 @@ class Prediction(Printed):
         yield from section(OUTSIDE, outside_table(self.outside))
 
     def _collectives_table(self) -> PlainTable:
+        """Build the table of the most exposed collectives."""
         return PlainTable(
             "axis", "collective", ">count", ">payload", ">ring a rank", ">time", ">exposed", "line",
             rows=(

@@ -44,12 +44,12 @@ class KnownCategories(NamedTuple):
 
     Attributes:
         inputs, outputs: categories by position; ``other`` if unknown.
-        kept: positions of inputs that stay alive after the run.
+        retained: positions of inputs that stay alive after the run.
     """
 
     inputs: Sequence[str] = ()
     outputs: Sequence[str] = ()
-    kept: frozenset[int] = frozenset()
+    retained: frozenset[int] = frozenset()
 
 
 class HeldMemory(NamedTuple):
@@ -91,7 +91,7 @@ def memory_of(graph: Graph, categories: KnownCategories = KnownCategories()) -> 
     homes = homes_of(graph)  # value -> the first value in the same memory
     category_of = value_kinds(graph, homes, categories)
     frees = [
-        [value for value in dropped if value not in categories.kept]
+        [value for value in dropped if value not in categories.retained]
         for dropped in Schedule.of(graph).frees
     ]
     sizes = list(map(extent_bytes, graph.values))

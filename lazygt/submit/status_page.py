@@ -149,6 +149,7 @@ class MemorySampler:
             submitter.at_step = self._measure
 
     def _measure(self, submitter: Submitter) -> None:
+        """Measure the memory now; callback of the submitter at an optimizer's step."""
         begin = time.monotonic()
         sizes = submitter.kinds.sizes(submitter.ranks)
         if any(sizes.values()):  # at the first step nothing has been sent yet

@@ -28,12 +28,14 @@ _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 
 def _parse_wrap(text: str) -> str:
+    """Parse a value of ``wrap``."""
     if text not in _WRAPS:
         raise ValueError("expected auto, block or one (or block2, which is the same)")
     return text
 
 
 def _parse_cap(text: str) -> float:
+    """Parse a value of ``bucket_cap_mb``."""
     expected = "expected MiB, such as 25; 0: every value alone"
     try:
         cap = float(text)
@@ -45,6 +47,7 @@ def _parse_cap(text: str) -> float:
 
 
 def _parse_flag(text: str) -> bool:
+    """Parse a flag, 1 or 0."""
     if text.lower() not in _FLAGS:
         raise ValueError("expected 1 or 0")
     return _FLAGS[text.lower()]

@@ -286,6 +286,7 @@ def _runner(program: Callable[..., object]) -> Run:
         settings: Mapping[str, Any],
         on_session_opened: Callable[[Session], object],
     ) -> None:
+        """Call the program once; see ``Run``."""
         with Session(**grouped(settings)) as session:
             on_session_opened(session)
             program(**combo.passed)

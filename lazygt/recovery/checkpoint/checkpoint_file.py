@@ -223,7 +223,7 @@ class CheckpointFolder:
     """Folder of checkpoints, locked by this session; it is created if there is none.
 
     Attributes:
-        whole: numbers of the retained files, oldest first.
+        retained: numbers of the retained files, oldest first.
 
     Raises:
         CheckpointError: another session has locked it, or it can't be written.
@@ -246,7 +246,7 @@ class CheckpointFolder:
             self.close()
             raise
         #: numbers of the files that are retained
-        self.whole = self._numbers()[-_RETAINED:]
+        self.retained = self._numbers()[-_RETAINED:]
         #: number of the next file; numbers of other users' files are not reused
         self._next = max([0, *self._numbers(), *map(_number, self._files(partial=True))]) + 1
 
@@ -259,7 +259,7 @@ class CheckpointFolder:
         checkpoint = newest(self.path)
         if checkpoint is not None:
             number = _number(checkpoint.path)
-            self.whole = [retained for retained in self.whole if retained <= number]
+            self.retained = [retained for retained in self.retained if retained <= number]
         return checkpoint
 
     def write(self, about: Mapping[str, Any], sections: Iterable[memoryview]) -> Path:
@@ -279,9 +279,9 @@ class CheckpointFolder:
             partial.unlink(missing_ok=True)
             raise
         self._next += 1
-        self.whole = [*self.whole, number][-_RETAINED:]
+        self.retained = [*self.retained, number][-_RETAINED:]
         self._sync()
-        for old in set(self._numbers()) - set(self.whole):
+        for old in set(self._numbers()) - set(self.retained):
             self._remove(f"checkpoint-{old:06}.lazygt")
         return path
 

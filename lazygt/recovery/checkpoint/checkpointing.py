@@ -94,7 +94,7 @@ class Checkpoints:
     def __init__(self, config: Config) -> None:
         assert config.checkpoint is not None
         self.folder = CheckpointFolder(config.checkpoint)
-        self.resumed, self._had_checkpoints = False, bool(self.folder.whole)
+        self.resumed, self._had_checkpoints = False, bool(self.folder.retained)
         self.records: list[CheckpointRecord] = []
         every = config.checkpoint_every
         self._every = every if isinstance(every, int) else None

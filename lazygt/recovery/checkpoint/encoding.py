@@ -87,6 +87,7 @@ def _array_fields(array: np.ndarray) -> Iterator[Any]:
 
 
 def _array(fields: Sequence[Any]) -> np.ndarray:
+    """Invert `_array_fields`."""
     text, order, shape, data = fields
     dtype = _numpy_dtype(text)
     flat = np.frombuffer(_checked(data, bytes), dtype) if data else np.empty(0, dtype)
@@ -96,16 +97,19 @@ def _array(fields: Sequence[Any]) -> np.ndarray:
 
 
 def _scalar(fields: Sequence[Any]) -> Any:
+    """Make a NumPy scalar of its dtype and bytes."""
     (number,) = _array([fields[0], "C", (1,), fields[1]])
     return number
 
 
 def _default_fields(value: defaultdict[Any, Any]) -> Iterator[Any]:
+    """Yield the factory, then the items as `_flat`."""
     yield value.default_factory
     yield from _flat(value)
 
 
 def _default(fields: Sequence[Any]) -> defaultdict[Any, Any]:
+    """Invert `_default_fields`."""
     factory = fields[0]
     if factory is not None and not isinstance(factory, type):
         raise TypeError("a factory that is no type")
@@ -120,6 +124,7 @@ def _type_name(value: type) -> str:
 
 
 def _device(fields: Sequence[Any]) -> torch.device:
+    """Make a device of its type and index."""
     kind, index = fields
     if kind not in _DEVICES:
         raise ValueError(f"{kind!r:.40} is no device")
@@ -193,6 +198,7 @@ def encoded(name: str, state: Any, leaf: Callable[[Tensor], int]) -> bytes:
     """
 
     def fields(value: Any, depth: int) -> Any:
+        """Return a value as MessagePack takes it: itself, or an array of its kind and fields."""
         if type(value) in _PLAIN or (type(value) is int and value in _INT64):
             return value
         if isinstance(value, Tensor):
@@ -222,6 +228,7 @@ def decoded(data: bytes, tensor: Callable[[int], Any]) -> Any:
     """
 
     def value(item: Any, depth: int) -> Any:
+        """Invert `fields` of ``encoded``, with checks."""
         if type(item) is not list:
             return _checked(item, (*_PLAIN, int))
         if not item or not depth:

@@ -170,6 +170,7 @@ class Saved(Mapping[str, Any]):
         moved: dict[int, Tensor] = {}
 
         def on_device(number: int) -> Tensor:
+            """Return a tensor: lazy if it was and a session is open, else on the CPU."""
             if number not in moved:
                 value, lazy = self._on_cpu(number), self._contents.leaves[number].lazy
                 moved[number] = value.to("lazygt") if lazy and in_session else value.clone()

@@ -84,6 +84,7 @@ def check_numpy(position: Any, words: int = 624) -> None:
 
 
 def _set_numpy(generator: np.random.Generator, state: dict[str, Any]) -> None:
+    """Set a NumPy generator's state after checks that NumPy omits."""
     if isinstance(generator.bit_generator, np.random.MT19937):
         check_numpy(state["state"]["pos"])
     elif "buffer_pos" in state:
@@ -430,6 +431,7 @@ def memory_of(arenas: Mapping[int, Arena], upload: Arena | None) -> Callable[[in
     """
 
     def memory(rank: int, copy: Copied) -> Tensor:
+        """Return the bytes of a copy; a borrowed one is in the upload arena."""
         arena = upload if copy.borrowed else arenas[rank]
         assert arena is not None
         return arena.view(copy.offset, copy.nbytes)
