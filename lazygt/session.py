@@ -407,7 +407,7 @@ class Session:
             return self._tiers.wait(timeout)
 
     def _check_entered(self) -> None:
-        """Raise an error unless the session is entered."""
+        """Warn if the session was never entered; raise NoSession if it is closed."""
         if not self.idle.entered:
             self.idle.used()
         self._check_open()

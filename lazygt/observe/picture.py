@@ -93,7 +93,11 @@ class _Drawing:
             self._edge(self.producers[value], f"out{number}", value, self.metas[value])
 
     def _node(self, name: str, node: Node, number: int, costs: list[Cost]) -> None:
-        """Add a node of the graph, or the members of a fused one."""
+        """Add a node of the graph, or the members of a fused one, with edges from its operands.
+
+        Args:
+            costs: of the node, or of each member.
+        """
         if node.body is not None:
             self._members(name, node, node.body, costs)
             return
@@ -106,6 +110,7 @@ class _Drawing:
         """Add the members of a fused node, with edges to the producers of its operands."""
         self.drawing.graph["groups"].append(group)
         outer, metas = list(node.refs()), body.values
+        #: id of each value's producer in the body's own numbering, in which operands come first
         producers = [self.producers[value] for value in outer]
         for number, member in enumerate(body.nodes):
             name = f"{group}.{number}"

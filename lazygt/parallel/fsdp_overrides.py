@@ -51,7 +51,9 @@ class Forced:
         return "wrap" in self.overrides
 
     def apply(self, requested: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
-        """Return the settings of a call with the arguments ``requested``.
+        """Count a call, and return its settings: the arguments ``requested`` with the overrides.
+
+        A forced ``wrap="block"`` leaves modules without repeated blocks as they are.
 
         Args:
             has_blocks: function that returns whether the call's module has repeated blocks.

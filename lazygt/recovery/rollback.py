@@ -294,7 +294,7 @@ class Rollback:
         self._planner.forget([plan])
 
     def _restore_client(self, first: Position, undone: _Undone) -> None:
-        """Restore the optimizers' state in the client, and the random stream.
+        """Restore the optimizers' state in the client, and the client's random generator.
 
         Args:
             first: position of the failed op: only steps after it are undone.

@@ -388,12 +388,16 @@ def _serve_singly(arrived: Times, stage: Stage, gpus: int) -> Served:
 
 
 def _serve_batches(arrived: Times, stage: Stage, gpus: int) -> Served:
-    """Serve requests in batches: each is started by the GPU that becomes free first (a heap)."""
+    """Serve requests in batches: each is started by the GPU that becomes free first (a heap).
+
+    A batch starts when a GPU is free and it is full, or its first request has waited for ``wait``.
+    """
     times: list[float] = arrived.tolist()
     count, batch, wait = len(times), stage.batch, stage.wait
     seconds_of_size = [stage.seconds(size) for size in range(batch + 1)]
     free_at = [0.0] * gpus  # heap of the times at which GPUs become free
-    ends, done, first, busy = [], [], 0, 0.0
+    ends, done, busy = [], [], 0.0  # of each batch: index after its last request, and end time
+    first = 0  # first waiting request
     while first < count:
         start = max(times[first], free_at[0])
         if wait:

@@ -125,7 +125,7 @@ def _apply(alive: Counter[str], changes: Sequence[Change], category_of: Sequence
 
 
 def _category(change: Change, category_of: Sequence[str]) -> str:
-    """Return the category of a change of memory."""
+    """Return the category of a change of memory; values packed for sending are ``other``."""
     return OTHER if change.packed else category_of[change.home]
 
 

@@ -269,7 +269,10 @@ class Planner:
     def _template(
         self, recorded: Graph, steps: list[TrieNode], stages: list[tuple[str, Graph]] | None
     ) -> Template[Plan]:
-        """Run the passes on a recorded graph whose plan does not depend on the mesh."""
+        """Run the passes on a recorded graph whose plan does not depend on the mesh.
+
+        Marks of placements and stages are removed: they have no effect on one rank.
+        """
         if any(node.op in MARKS for node in recorded.nodes):
             recorded = without_places(recorded, MARKS)
         check = self._config.check_passes

@@ -260,7 +260,7 @@ class Submitter:
             return None
         history, plan, hit = self._history, None, False
         history.flushes[reason.split(":")[0]] += 1
-        living = trace.alive()
+        living = trace.alive()  # the values that tensors of the program still show
         if ops:
             outputs = living.numbers
             plan = trace.plan(outputs)
@@ -298,7 +298,7 @@ class Submitter:
         elif ask:
             answer = self._data_dependent_reply(run.seq, run.provenance)
         else:
-            self._client.hold_back()
+            self._client.hold_back()  # wait if the client is ``max_ahead`` runs ahead
         self._handle_reports()
         return answer
 
@@ -348,9 +348,10 @@ class Submitter:
         """
         if fetch is None:
             return (), None
-        if fetch.remote is not None and not (fetch.serial == trace.serial and fetch.index >= 0):
+        is_recorded = fetch.serial == trace.serial and fetch.index >= 0
+        if fetch.remote is not None and not is_recorded:
             keys, sharding = fetch.remote.ids, fetch.remote.sharding
-        else:
+        else:  # an output of this run
             assert plan is not None
             position = plan.positions[fetch.index]
             keys = tuple([self._client.next_output(slot) for slot in plan.slots[position]])

@@ -230,7 +230,10 @@ def _check_versions(file: CheckpointFile) -> None:
 
 
 def generators(recorder: Recorder) -> dict[str, Any]:
-    """Return the states of the default random generators."""
+    """Return the states of the default random generators of Python, NumPy and torch.
+
+    Torch's stream is on the workers after a lazy draw (``recorder.generator.holds``), else here.
+    """
     workers = recorder.generator.get_state() if recorder.generator.holds else None
     on_cpu = recorder.worker_device == "cpu"
     return {
