@@ -95,7 +95,12 @@ def time_collective(
 
 
 def _work(backend: Backend, kind: str, buffer: torch.Tensor, ranks: int) -> Callable[[], object]:
-    """Return a function that runs one collective to its end."""
+    """Return a function that runs one collective to its end.
+
+    Args:
+        kind: one of `KINDS`.
+        buffer: the payload on this rank; gathered or exchanged blocks are parts of it.
+    """
     if kind == "all_reduce":
         return lambda: backend.all_reduce(buffer, "sum").wait()
     block, send_buffer = buffer[: buffer.numel() // ranks].clone(), buffer.clone()

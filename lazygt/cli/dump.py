@@ -106,6 +106,10 @@ def _number(
     """Return the number of the requested plan; by default that of the one with the most ops.
 
     Ends the command if there is no such plan.
+
+    Args:
+        built: the plans of the script.
+        number: the option ``--plan``.
     """
     if number is None:
         sizes = [len(entry.plan.steps.graph.nodes) for _, entry in built]

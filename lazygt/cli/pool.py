@@ -259,7 +259,12 @@ def _request(
     directory: Path | None,
     call: Callable[[Pool], Any],
 ) -> Any:
-    """Connect to a pool with a key, and return the result of ``call``."""
+    """Connect to a pool with a key, and return the result of ``call``.
+
+    Args:
+        key: key file.
+        directory: folder with this user's keys, if no key file is named.
+    """
     if key is not None and directory is not None:
         fail(context, "say who you are with --key FILE or with --keys FOLDER, not both")
     try:

@@ -86,6 +86,10 @@ def on_gpus(
     """Return the settings of a dry session on the requested ranks, with the machine's device.
 
     Ends the command if the options are invalid, or contradict each other.
+
+    Args:
+        settings: further settings.
+        gpus, hosts, mesh, machine: the command's options.
     """
     if gpus is None and hosts is not None:
         fail(context, "--hosts says where GPUs are: give --gpus, too, such as --gpus 8xB200")

@@ -242,7 +242,11 @@ def _opened(path: Path, flags: int, mode: int) -> int:
 
 
 def _check_file(path: Path, status: os.stat_result, writes: bool) -> None:
-    """Raise PermissionError for no regular file, another user's, or hard links if it is written."""
+    """Raise PermissionError for no regular file, another user's, or hard links if it is written.
+
+    Args:
+        writes: the file will be written.
+    """
     if not stat.S_ISREG(status.st_mode):
         raise PermissionError(f"{path} is no file: remove it, or name another place")
     _check_owner(path, status)

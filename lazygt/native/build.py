@@ -136,7 +136,14 @@ def _build_lock(directory: Path) -> Iterator[None]:
 
 
 def _compile_all(path: str, objects: Path, facts: Facts, say: Say) -> list[Path]:
-    """Compile the source files without a cached object; return the objects of all files."""
+    """Compile the source files without a cached object; return the objects of all files.
+
+    Args:
+        path: the compiler.
+        objects: folder of cached objects.
+        facts: facts of the build, which are part of an object's key.
+        say: called with a line of progress.
+    """
     shared = repr((facts.torch, facts.python, flags(), path)).encode()
     objects_of = {}
     for unit in units():

@@ -120,7 +120,14 @@ def _node_label(data: Mapping[str, Any], scale: float) -> Label:
 
 
 def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: float) -> Label:
-    """Return the label of a box, in the colour of its most expensive member's family."""
+    """Return the label of a box, in the colour of its most expensive member's family.
+
+    Args:
+        title: the user's line, or ``fused``.
+        members: attributes of the nodes inside.
+        cost: sum of their costs.
+        scale: see ``Label``.
+    """
     costliest = max(members, key=lambda data: data["cost"].flops + data["cost"].bytes)
     colour, mark = COLOURS[costliest["family"]], _frame_mark(members)
     if costliest["kind"] != "op":

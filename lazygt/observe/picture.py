@@ -107,7 +107,12 @@ class _Drawing:
         self.producers.extend([name] * len(node.results))
 
     def _members(self, group: str, node: Node, body: Graph, costs: list[Cost]) -> None:
-        """Add the members of a fused node, with edges to the producers of its operands."""
+        """Add the members of a fused node, with edges to the producers of its operands.
+
+        Args:
+            group: id of the fused node.
+            costs: of each member.
+        """
         self.drawing.graph["groups"].append(group)
         outer, metas = list(node.refs()), body.values
         #: id of each value's producer in the body's own numbering, in which operands come first

@@ -411,7 +411,12 @@ class TimelineProbe(Observer):
     def ran(
         self, rank: int, run: int, entry: PlanRecord | None, describe: Any, timings: Timings
     ) -> None:
-        """Draw a timed run of a rank."""
+        """Draw a timed run of a rank.
+
+        Args:
+            entry: the run's plan; None: it had none.
+            describe: the ops of the run, for the user's lines.
+        """
         plan: Plan | None = None
         lines: Callable[[], Sequence[str]] = tuple  # without a plan there are no steps
         if entry is not None:

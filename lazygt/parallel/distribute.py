@@ -122,7 +122,12 @@ def placements_for(
 
 
 def _placement(name: str, ndim: int, user_placement: Any, axis: str, mesh: Mesh) -> Placement:
-    """Check and convert one placement; only Replicate and Shard are stored."""
+    """Check and convert one placement; only Replicate and Shard are stored.
+
+    Args:
+        name: the tensor's name in errors.
+        ndim: the tensor's number of dims.
+    """
     try:
         placement = as_placement(user_placement, ndim)
     except ValueError as error:

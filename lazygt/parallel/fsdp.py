@@ -126,7 +126,12 @@ def _check(module: Any, bucket_cap_mb: float | None) -> None:
 
 
 def _axis(mesh_dim: str, submesh: Any, mesh: Mesh) -> str:
-    """Return the axis of the session's mesh along which parameters are sharded."""
+    """Return the axis of the session's mesh along which parameters are sharded.
+
+    Args:
+        mesh_dim, submesh: the arguments ``mesh_dim`` and ``mesh`` of ``fully_shard``.
+        mesh: the session's mesh.
+    """
     if submesh is None:
         mesh.size(mesh_dim)
         return mesh_dim
@@ -250,7 +255,12 @@ class _Sharder(NamedTuple):
         return Sharding(placements, True, None if dim is None else unit)
 
     def _requested_dim(self, name: str, parameter: Any, requested: Any, current: Placements) -> int:
-        """Return the dim of a requested ``Shard``, if it is possible."""
+        """Return the dim of a requested ``Shard``, if it is possible.
+
+        Args:
+            requested: the result of ``placement_of``.
+            current: the parameter's present placements.
+        """
         try:
             placement = as_placement(requested, parameter.dim())
         except ValueError as error:

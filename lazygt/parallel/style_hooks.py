@@ -66,6 +66,10 @@ def apply_style(module: nn.Module, mesh_dim: str, layouts: ModuleLayouts) -> Non
 
     The hooks of an earlier style along the axis are removed; a style without parameter placements
     removes only the hooks of inputs or outputs that it replaces.
+
+    Args:
+        mesh_dim: axis of the mesh.
+        layouts: the style's placements of inputs and outputs.
     """
     arguments = layouts.inputs or layouts.keywords
     if layouts.parameters is not None or arguments:
@@ -149,6 +153,10 @@ class _OutputHook(_StyleHook):
 
 def _constrain(name: str, value: Any, mesh_dim: str, layout: Layout | None) -> Any:
     """Return a tensor with a fixed placement on one axis, if the session's mesh has it.
+
+    Args:
+        name: the value's name in errors.
+        layout: None: the value is returned as it is.
 
     Raises:
         TypeError: the value is no tensor.

@@ -215,7 +215,12 @@ def _axis(device_mesh: Any, mesh: Mesh) -> str:
 
 
 def _match_styles(module: nn.Module, plan: _Plan, device_mesh: Any, mesh: Mesh) -> _Styles:
-    """Return the styles of submodules by name; the first matching pattern counts."""
+    """Return the styles of submodules by name; the first matching pattern counts.
+
+    Args:
+        device_mesh: the argument of ``parallelize_module``.
+        mesh: the session's mesh.
+    """
     plan_styles = {
         pattern: style for pattern, style in plan.items() if isinstance(style, ParallelStyle)
     }
@@ -303,7 +308,11 @@ def _closest_names(pattern: str, names: Iterable[str]) -> str:
 def _requests(
     module: nn.Module, plan: _Plan, styles: _Styles, fixed: bool, mesh: Mesh
 ) -> Iterator[_Request]:
-    """Yield the requested placements of each parameter's name with a matching pattern."""
+    """Yield the requested placements of each parameter's name with a matching pattern.
+
+    Args:
+        fixed: the argument of ``parallelize_module``; a style's placements are fixed anyway.
+    """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         pattern = _effective_pattern(name, plan, styles)
         entry = None if pattern is None else plan[pattern]

@@ -361,6 +361,10 @@ def _last_values(
 ) -> tuple[dict[Storage, int], dict[Storage, Held]]:
     """Find the last value of each storage before the op, in the run of the failed op.
 
+    Args:
+        before: the steps before the failed op.
+        overwritten: overwrites before the failed op.
+
     Returns:
         storage -> number of a result of an op; storage -> a value from an overwrite.
     """

@@ -157,7 +157,13 @@ class Snapshots:
             return self._copy_to_host(answer, committed, new)
 
     def _copy_to_host(self, answer: Snapped, committed: int, new: Uncopied) -> Snapped:
-        """Copy values to the snapshot memory, and complete the answer, perhaps by an error."""
+        """Copy values to the snapshot memory, and complete the answer, perhaps by an error.
+
+        Args:
+            answer: the answer to the client, without values.
+            committed: number of the last complete snapshot; after an error only its copies stay.
+            new: the values to copy.
+        """
         table = self._tables[answer.number]
         nbytes = sum(flat.nbytes for _, flat in new.values())
         try:

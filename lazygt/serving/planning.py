@@ -296,7 +296,12 @@ def _bisected(
 def _reduced(
     qps: float, stages: Sequence[Stage], enough: Gpus, meets_slo: Callable[[Gpus], bool]
 ) -> Gpus:
-    """Remove GPUs from one stage after another while the SLO holds, the largest stage first."""
+    """Remove GPUs from one stage after another while the SLO holds, the largest stage first.
+
+    Args:
+        enough: GPUs with which the SLO holds.
+        meets_slo: returns whether it holds with some GPUs.
+    """
     lowest = [fewest_gpus(busy_gpus(qps, stage)) for stage in stages]
     for at in sorted(range(len(enough)), key=lambda at: -enough[at]):
         while enough[at] > lowest[at]:

@@ -92,7 +92,11 @@ def draw(axes: Axes, curve: Sequence[Point], qps: float, slo: float | None) -> N
 
 
 def _marks(axes: Axes, full: Point, qps: float, slo: float | None) -> None:
-    """Mark the requested throughput, the SLO, and the load at which queues build up."""
+    """Mark the requested throughput, the SLO, and the load at which queues build up.
+
+    Args:
+        full: the point with the highest load.
+    """
     axes.axvline(qps, color="0.3", linewidth=1, label=f"requested: {qps:,g}")
     high = full.qps * HIGH_LOAD / full.load
     axes.axvspan(

@@ -321,6 +321,10 @@ def _serve_stage(
     """Serve requests in a stage; return the times at which they leave it, in the same order.
 
     Each request becomes ``fan`` requests, and leaves with the last of them.
+
+    Args:
+        arrived: times at which requests arrive at the stage.
+        balance: one of ``BALANCES``.
     """
     stage = numbers.stage
     if not stage.on_gpus:

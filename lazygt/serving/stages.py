@@ -130,6 +130,10 @@ def read_settings(
 ) -> dict[str, Any]:
     """Parse the value of each setting with the parser of its key.
 
+    Args:
+        owner: name of the object with the settings, for errors.
+        keys: parser of each key's text.
+
     Raises:
         ValueError: a key is unknown, or a value is invalid.
     """

@@ -306,6 +306,10 @@ class _Run:
         """Return whether a collective's end is known; computes the times up to it on its axis.
 
         They are known once every rank of the group has launched the collective.
+
+        Args:
+            position: index of the collective among this class's launches on the axis.
+            runs: the simulations of all classes.
         """
         times = self._times[axis]
         launched = [runs[number].launch_times[axis] for number in set(self._work.classes[axis])]

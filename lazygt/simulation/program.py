@@ -68,7 +68,12 @@ class LiveValue(Observer):
     def submitted(
         self, run: int, entry: PlanRecord | None, inputs: Collection[int], base: int
     ) -> None:
-        """Record the categories of a run's values, and the bytes of all others."""
+        """Record the categories of a run's values, and the bytes of all others.
+
+        Args:
+            inputs: ids of the run's inputs.
+            base: id of its first output.
+        """
         # until an optimizer steps, parameters are searched among all objects of the process
         client_categories = self._memory_kinds.by_id(everywhere=not self._memory_kinds.trains)
         outputs = range(base, base + (0 if entry is None else entry.outputs))

@@ -183,7 +183,12 @@ def value_kinds(graph: Graph, homes: Sequence[int], categories: KnownCategories)
 
 
 def _propagate_forwards(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
-    """Propagate categories forwards from parameters and the optimizer's state."""
+    """Propagate categories forwards from parameters and the optimizer's state.
+
+    Args:
+        homes: value -> the first value in the same memory.
+        kinds: category by value; changed in place.
+    """
     for node, results in graph.numbered():
         operands = {kinds[homes[value]] for value in node.refs()}
         kind = _result_category(node, operands)
@@ -203,7 +208,11 @@ def _result_category(node: Node, operands: set[str]) -> str:
 
 
 def _propagate_backwards(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
-    """Propagate the category of gradients backwards through values of their size."""
+    """Propagate the category of gradients backwards through values of their size.
+
+    Args:
+        homes, kinds: as in ``_propagate_forwards``.
+    """
     metas = graph.values
     for node, results in reversed(list(graph.numbered())):
         if GRADIENTS not in {kinds[homes[value]] for value in results} or not _is_linear(node):

@@ -106,7 +106,11 @@ class MemoryCategories:
 
 
 def _bytes_on_first(meta: TensorMeta, remote: RemoteValue, ranks: Mesh) -> int:
-    """Return the bytes of a value on the first rank."""
+    """Return the bytes of a value on the first rank.
+
+    Args:
+        ranks: the mesh for which plans are built.
+    """
     if remote.sharding is None:
         return meta.nbytes
     if not has_any(ranks, remote.sharding.placements, 0):

@@ -189,6 +189,10 @@ class Planner:
 
         A candidate must have the same lines of the user's program, and its passes the same answers
         to their questions about sizes (the template's guards).
+
+        Args:
+            sites: the user's frames of the ops.
+            kinds: names of the types of the run-time numbers.
         """
         if self._config.keep_stages or self._is_sharded(steps):
             return None
@@ -220,7 +224,13 @@ class Planner:
         sites: Sites,
         kinds: tuple[str, ...],
     ) -> CachedPlan:
-        """Build a plan by running the passes."""
+        """Build a plan by running the passes.
+
+        Args:
+            outputs: numbers of the values to keep.
+            sites: the user's frames of the ops.
+            kinds: names of the types of the run-time numbers.
+        """
         lines = tuple(map(expand, sites))
         recorded = build_graph(steps, outputs, lines, kinds)
         keep = self._config.keep_stages

@@ -345,6 +345,9 @@ class Submitter:
         """Return the ids of the fetched storage's blocks, and their regions by rank.
 
         Regions are None if rank 0 has the full value.
+
+        Args:
+            plan: the trace's plan, if the storage's value is one of its outputs.
         """
         if fetch is None:
             return (), None

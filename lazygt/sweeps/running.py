@@ -130,7 +130,11 @@ def _predicted(combo: Combination, run: Run, setup: SweepSetup) -> Prediction:
 
 
 def _measured(combo: Combination, run: Run, setup: SweepSetup, tokens: int) -> Row:
-    """Run a combination for real, and return its measured row."""
+    """Run a combination for real, and return its measured row.
+
+    Args:
+        tokens: tokens of a step, as predicted.
+    """
     stopwatch = Stopwatch(setup.window, setup.tick)
     # no recovery: a dead worker is an error, and no snapshot disturbs a window
     settings = {**setup.settings, "recovery": "off"}

@@ -132,7 +132,11 @@ def measured_shares(
 def _latency_seconds(
     machine: Machine, mesh: Mesh | None, rows: Sequence[CollectiveTime] | Sequence[ExchangeTime]
 ) -> float:
-    """Return the exposed seconds of collectives that do not depend on their bytes."""
+    """Return the exposed seconds of collectives that do not depend on their bytes.
+
+    Args:
+        rows: collectives of a step, with their exposed seconds.
+    """
     return sum(
         row.exposed * latency_share(machine, mesh, row.axis, row.kind, row.times, row.nbytes)
         for row in rows
