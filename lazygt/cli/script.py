@@ -302,9 +302,9 @@ def show_json(data: object, indent: int | None = None) -> None:
     typer.echo(json.dumps(data, indent=indent))
 
 
-def finish(ran: ScriptRun) -> None:
+def finish(script_run: ScriptRun) -> None:
     """End the command with exit code 1 if the script failed."""
-    if ran.failed:
+    if script_run.failed:
         raise typer.Exit(1)
 
 

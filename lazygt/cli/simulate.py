@@ -137,7 +137,7 @@ def simulate(
     settings = on_gpus(context, DRY, gpus, hosts, mesh, machine)
     recording = DryRun()
     with AS_IT_IS.applied() as overrides:
-        ran = run(context, script, True, settings, recording.on_session_opened)
+        script_run = run(context, script, True, settings, recording.on_session_opened)
     by_session: list[Prediction | None] = []
     for session, living in recording.observed:
         try:
@@ -145,10 +145,10 @@ def simulate(
             by_session.append(step)
         except ValueError as error:  # the session has run nothing
             by_session.append(None)
-            if len(recording.observed) == 1 and not ran.failed:
+            if len(recording.observed) == 1 and not script_run.failed:
                 fail(context, str(error))
     predictions = [prediction for prediction in by_session if prediction is not None]
-    if suggest and predictions and not ran.failed:
+    if suggest and predictions and not script_run.failed:
         longest = max(predictions, key=lambda prediction: prediction.step_seconds)
         changes = trials(longest.mesh, overrides.calls > 0, context.args)
         rerun = partial(_predict_changed, script, context.args, settings, compiled)
@@ -164,9 +164,9 @@ def simulate(
         longest = max(predictions, key=lambda prediction: prediction.step_seconds)
         longest.save(output)
         typer.echo(f"timeline written to {output}; open it at https://ui.perfetto.dev")
-    if checked and predictions and not ran.failed:
-        ran = _check(context, script, settings.get("mesh"), by_session)
-    finish(ran)
+    if checked and predictions and not script_run.failed:
+        script_run = _check(context, script, settings.get("mesh"), by_session)
+    finish(script_run)
 
 
 def _predict_changed(
@@ -185,8 +185,8 @@ def _predict_changed(
     args = arguments if trial.arguments is None else trial.arguments
     recording = DryRun()
     with trial.applied(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        ran = run_script(script, args, True, changed, recording.on_session_opened)
-    if ran.failed or not recording.observed:
+        script_run = run_script(script, args, True, changed, recording.on_session_opened)
+    if script_run.failed or not recording.observed:
         raise ValueError(f"with {trial.what} the script fails")
     return recording.longest(compiled)
 
@@ -209,7 +209,7 @@ def _check(
         profiles.enter_context(profile(session, timelines[-1]))
 
     with ExitStack() as profiles:
-        ran = run(context, script, True, settings, on_session_opened=on_session_opened)
+        script_run = run(context, script, True, settings, on_session_opened=on_session_opened)
     for prediction, timeline in zip(by_session, timelines, strict=False):
         if prediction is None:
             continue
@@ -218,7 +218,7 @@ def _check(
         except ValueError as error:
             fail(context, str(error))
         typer.echo(f"\n{comparison}")
-    return ran
+    return script_run
 
 
 # -- ``lazygt sweep``: a script with every combination of knobs, measured or simulated -------------
@@ -363,12 +363,12 @@ class _Running:
         passed = [text for knob, value in combo.passed.items() for text in (f"--{knob}", value)]
         with tempfile.TemporaryFile("w+") as output:
             with redirect_stdout(output), redirect_stderr(output):
-                ran = run_script(
+                script_run = run_script(
                     self.script, [*self.arguments, *passed], True, settings, on_session_opened
                 )
             if self.interrupts:  # the script may have caught KeyboardInterrupt
                 raise KeyboardInterrupt
-            if ran.failed:
+            if script_run.failed:
                 raise ProgramFailed(_last_line(output))
 
 

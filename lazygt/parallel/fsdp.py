@@ -1,5 +1,8 @@
 """FSDP: sharded parameters, gathered for their use.
 
+The parameters that are gathered together are a *unit*, as in FSDP2; its *root* is the module around
+them.
+
 lazygt.fully_shard(model)                                # over the axis "data"
 lazygt.fully_shard(model, "shard", wrap="one")           # HSDP: both axes shard the batch
 """

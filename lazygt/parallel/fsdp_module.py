@@ -7,7 +7,7 @@ numbers, or the collectives' backend, raise NotImplementedError.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from lazygt.graph.mesh import FSDPUnit, Sharding
-from lazygt.graph.placement import SingleRank, Unspecified
+from lazygt.graph.placement import Placement, SingleRank, Unspecified
 from lazygt.parallel.distribute import with_sharding
 from lazygt.parallel.fsdp_overrides import forced_reshard
 from lazygt.record.annotate import reduce_as, set_sharding, stored_now
@@ -178,7 +178,7 @@ class _CastParameter(torch.autograd.Function):
         return with_sharding(grad, Sharding(placements)).to(ctx.dtype), None, None
 
 
-def _gradient_placement(placement: Any) -> Any:
+def _gradient_placement(placement: Placement) -> Placement:
     """Return the placement of a gradient: its parameter's, but open for a single-rank one."""
     return Unspecified() if isinstance(placement, SingleRank) else placement
 
@@ -353,8 +353,8 @@ _UNSUPPORTED = {
 }
 
 
-def _unsupported(name: str, why: str) -> Any:
-    """Return a method that raises NotImplementedError with a reason."""
+def _unsupported(name: str, why: str) -> Callable[..., None]:
+    """Return a method of ``FSDPModule`` that raises NotImplementedError with a reason."""
 
     def refuse(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"{name}() has no meaning for a lazygt module: {why}")

@@ -164,14 +164,15 @@ class _EntryHook:
         mesh = mesh_of(t)
         return self.mesh_dim in mesh.names and self.index < mesh.size(self.mesh_dim)
 
-    def _enter(self, t: LazyTensor) -> Any:
+    def _enter(self, t: LazyTensor) -> LazyTensor:
         """Return a tensor on the stage; unchanged in a session without the stage."""
         return _enter(t, self.index, self.mesh_dim) if self._exists_for(t) else t
 
 
-def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
+def _enter(t: LazyTensor, index: int, mesh_dim: str) -> LazyTensor:
     """Return a tensor's values, moved to a stage; differentiable."""
-    return _EnterStage.apply(t, index, mesh_dim)  # type: ignore[no-untyped-call]
+    entered: LazyTensor = _EnterStage.apply(t, index, mesh_dim)  # type: ignore[no-untyped-call]
+    return entered
 
 
 class _EnterStage(torch.autograd.Function):
@@ -194,9 +195,10 @@ class _EnterStage(torch.autograd.Function):
         return _leave(grads[0], t, ctx.mesh_dim), None, None
 
 
-def _leave(gradient: torch.Tensor, t: torch.Tensor, mesh_dim: str) -> Any:
+def _leave(gradient: torch.Tensor, t: torch.Tensor, mesh_dim: str) -> LazyTensor:
     """Return a gradient, moved to the tensor's stage."""
-    return _LeaveStage.apply(gradient, t, mesh_dim)  # type: ignore[no-untyped-call]
+    left: LazyTensor = _LeaveStage.apply(gradient, t, mesh_dim)  # type: ignore[no-untyped-call]
+    return left
 
 
 class _LeaveStage(torch.autograd.Function):

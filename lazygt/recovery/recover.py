@@ -74,7 +74,9 @@ class RecoveryRecord:
 class RecoveryClient(Protocol):
     """Interface of the client that a recovery needs."""
 
-    quiet_until: float  # time of the next snapshot; 0: a snapshot or a recovery is under way
+    #: time of the next snapshot, until which the C++ extension may send runs on its own; 0: a
+    #: snapshot or a recovery is under way
+    quiet_until: float
 
     @property
     def group(self) -> int:
