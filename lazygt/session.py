@@ -561,7 +561,7 @@ class Session:
             self.recorder.flush("memory()")
             self._client.synchronize()
             self._client.raise_failure()
-            groups = by_kind(self._submitter.kinds.by_id())
+            groups = by_kind(self._submitter.categories.by_id())
             measured = self._client.memory(list(groups.values()))
         names = (*groups, OTHER)
         return SessionMemory([

@@ -78,8 +78,8 @@ def time_collective(
             if start.device.type == "cpu"
             else axis_group.backend(buffer, kind, nbytes)
         )
-    work, fastest = _work(backend, kind, buffer, axis_group.size), float("inf")
-    barrier = _work(
+    work, fastest = _collective_call(backend, kind, buffer, axis_group.size), float("inf")
+    barrier = _collective_call(
         backend, "all_reduce", torch.ones(axis_group.size, device=start.device), axis_group.size
     )
     for _ in range(start.numel() + 1):  # the first round allocates, and is the slowest
@@ -94,7 +94,9 @@ def time_collective(
     return slowest.double()
 
 
-def _work(backend: Backend, kind: str, buffer: torch.Tensor, ranks: int) -> Callable[[], object]:
+def _collective_call(
+    backend: Backend, kind: str, buffer: torch.Tensor, ranks: int
+) -> Callable[[], object]:
     """Return a function that runs one collective to its end.
 
     Args:
@@ -136,8 +138,8 @@ def host_figures(session: Session, rounds: int) -> dict[str, float]:
     x = torch.ones(4)
     session.synchronize()
     times = 3 * rounds + 2  # the first runs of a plan are slower: it is checked and compiled
-    records, runs = zip(*(_chain(session, x, _OPS) for _ in range(times)), strict=True)
-    _, longer = zip(*(_chain(session, x, 5 * _OPS) for _ in range(times)), strict=True)
+    records, runs = zip(*(_time_chain(session, x, _OPS) for _ in range(times)), strict=True)
+    _, longer = zip(*(_time_chain(session, x, 5 * _OPS) for _ in range(times)), strict=True)
     return {
         "host.record": min(records) / _OPS,
         "host.launch": max(min(longer) - min(runs), min(runs) / 10) / (4 * _OPS),
@@ -145,7 +147,7 @@ def host_figures(session: Session, rounds: int) -> dict[str, float]:
     }
 
 
-def _chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
+def _time_chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
     """Record and run a chain of additions; return the CPU seconds of recording, and the run's."""
     begin = time.thread_time()
     y = x

@@ -43,7 +43,7 @@ from lazygt.observe.timeline import Timeline, profile
 from lazygt.session import Session
 from lazygt.simulation import DRY, Prediction, check, predict
 from lazygt.simulation.program import DryRun
-from lazygt.simulation.suggest import AS_IT_IS, Trial, run_trials, trials
+from lazygt.simulation.suggest import UNCHANGED, Trial, run_trials, trials
 from lazygt.sweeps import (
     Combination,
     ProgramFailed,
@@ -136,7 +136,7 @@ def simulate(
     check_output(context, output)
     settings = on_gpus(context, DRY, gpus, hosts, mesh, machine)
     recording = DryRun()
-    with AS_IT_IS.applied() as overrides:
+    with UNCHANGED.applied() as overrides:
         script_run = run(context, script, True, settings, recording.on_session_opened)
     by_session: list[Prediction | None] = []
     for session, living in recording.observed:
@@ -333,6 +333,7 @@ def _rows(
 
 
 def _progress() -> Progress:
+    """Return a progress bar of steps on the terminal's error stream; none without a terminal."""
     return Progress(
         BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn(),
         TextColumn("{task.fields[what]}"),

@@ -268,7 +268,14 @@ def to_html(drawing: nx.DiGraph, paths: Paths, title: str, opened: Collection[st
     box_labels = labels(drawing, paths)
 
     def arrange(nodes: Iterable[str], depth: int, parent: int) -> list[list[int]]:
-        """Lay out the boxes at a depth of the paths, and those inside each, recursively."""
+        """Add the boxes around nodes at a depth of their paths, and those inside, recursively.
+
+        Args:
+            parent: number of the box around them; -1 at the top.
+
+        Returns:
+            The numbers of the boxes, in rows from top to bottom.
+        """
         box_of = {node: (*paths[node], node)[depth] for node in nodes}
         level = quotient(drawing, box_of)
         for name in level:

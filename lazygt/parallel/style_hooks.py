@@ -214,9 +214,10 @@ _Forms = dict[tuple[str, Layout], LazyTensor]
 
 
 class _TraceCache(NamedTuple):
-    """Cache of one trace: tensor -> (index of its value, its grad_fn, its constrained forms)."""
+    """Cache of one trace, which has a serial number."""
 
     serial: int
+    #: tensor -> (index of its value in the trace, its grad_fn, its constrained forms)
     tensors: WeakIdKeyDictionary
 
 

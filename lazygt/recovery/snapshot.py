@@ -87,7 +87,7 @@ class Snapshots:
         state = generator.numpy().tobytes()
         answer = Snapped(snap.number, (), failed, next_dynamic, state, begin=begin)
         device_copies = None
-        if self._copies is not None:
+        if self._copies is not None:  # copies on the GPU and their event; None: no memory for them
             device_copies = self._copies.set_aside([flat for _, flat in new.values()])
         if device_copies is None:
             kernels.finish(self._device)  # raises for a failed op, before the state is copied

@@ -29,7 +29,7 @@ from lazygt.observe.report import (
 from lazygt.observe.timeline import TimedRun, box, track_name, write_trace
 from lazygt.printing.tables import PlainTable, Printed, heading, section, summed
 from lazygt.simulation.discrete_event import RankClass, Simulated, Span
-from lazygt.simulation.rank_memory import KINDS, HeldMemory
+from lazygt.simulation.rank_memory import KINDS, LiveMemory
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 from lazygt.submit.memory_categories import OPTIMIZER, PARAMETERS
 
@@ -94,7 +94,7 @@ class Peak(NamedTuple):
     rank: int
     line: str
     kinds: dict[str, int]
-    lines: Sequence[HeldMemory]
+    lines: Sequence[LiveMemory]
 
 
 @dataclass(frozen=True, repr=False)
@@ -200,7 +200,7 @@ class Prediction(Printed):
         )
         memory = ranks.memory
         kinds = {kind: run.beside.get(kind, 0) + nbytes for kind, nbytes in memory.kinds.items()}
-        besides = [HeldMemory(kind, "", nbytes) for kind, nbytes in run.beside.items()]
+        besides = [LiveMemory(kind, "", nbytes) for kind, nbytes in run.beside.items()]
         lines = summed((*memory.lines, *besides), "nbytes")
         lines.sort(key=lambda row: -row.nbytes)
         return Peak(sum(kinds.values()), ranks.rank, memory.line, kinds, lines)

@@ -32,7 +32,7 @@ from lazygt.settings import grouped
 from lazygt.simulation.discrete_event import Rehearsal
 from lazygt.simulation.prediction import Prediction, SimulatedRun
 from lazygt.simulation.rank_memory import ACTIVATIONS, KnownCategories
-from lazygt.simulation.suggest import AS_IT_IS, Trial, run_trials, trials
+from lazygt.simulation.suggest import UNCHANGED, Trial, run_trials, trials
 from lazygt.submit.history import Flush
 from lazygt.submit.memory_categories import OTHER
 
@@ -61,7 +61,7 @@ class LiveValue(Observer):
         self._category_of: dict[int, str] = {}
         #: digest of a plan -> result of ``_written``
         self._written_inputs: dict[bytes, list[tuple[int, int]]] = {}
-        self._memory_kinds = session._submitter.kinds
+        self._memory_kinds = session._submitter.categories
         self._store = session._link._worker.store  # type: ignore[attr-defined]
         session._client.observer = self
 
@@ -177,7 +177,7 @@ def simulate(
             program()
         return recording.longest(compiled, priced), forced
 
-    now, forced = run_once(AS_IT_IS)
+    now, forced = run_once(UNCHANGED)
     changes = trials(now.mesh, forced.calls > 0)
     return replace(now, tries=lambda: run_trials(changes, lambda trial: run_once(trial)[0]))
 

@@ -52,7 +52,7 @@ class KnownCategories(NamedTuple):
     retained: frozenset[int] = frozenset()
 
 
-class HeldMemory(NamedTuple):
+class LiveMemory(NamedTuple):
     """Live bytes of one category and line.
 
     Attributes:
@@ -79,7 +79,7 @@ class Memory(NamedTuple):
     peak: int
     line: str
     kinds: dict[str, int]
-    lines: tuple[HeldMemory, ...]
+    lines: tuple[LiveMemory, ...]
     history: tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -134,7 +134,7 @@ def _lines(
     inputs: Sequence[Change],
     changes: Sequence[tuple[Sequence[Change], Sequence[Change]]],
     category_of: Sequence[str],
-) -> tuple[HeldMemory, ...]:
+) -> tuple[LiveMemory, ...]:
     """Sum the live bytes at the last node of ``changes`` by category and line.
 
     Args:
@@ -149,7 +149,7 @@ def _lines(
         number = producer.get(change.home)
         line = "" if number is None else graph.line(number)
         alive[_category(change, category_of), line] += change.nbytes
-    rows = [HeldMemory(kind, line, nbytes) for (kind, line), nbytes in alive.items() if nbytes]
+    rows = [LiveMemory(kind, line, nbytes) for (kind, line), nbytes in alive.items() if nbytes]
     return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 

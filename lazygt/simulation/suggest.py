@@ -81,7 +81,7 @@ class Trial:
 
 
 #: The unchanged program.
-AS_IT_IS = Trial("as it is")
+UNCHANGED = Trial("as it is")
 
 
 class Suggestion(NamedTuple):

@@ -141,17 +141,17 @@ class MemorySampler:
     def __init__(self, submitter: Submitter) -> None:
         self.kinds: Mapping[str, int] = {}
         self._next_time = 0.0
-        submitter.at_step = self._measure
+        submitter.on_optimizer_step = self._measure
 
     def begin(self, submitter: Submitter) -> None:
         """Request a measurement at the next step, unless the last one was a moment ago."""
         if time.monotonic() >= self._next_time:
-            submitter.at_step = self._measure
+            submitter.on_optimizer_step = self._measure
 
     def _measure(self, submitter: Submitter) -> None:
         """Measure the memory now; callback of the submitter at an optimizer's step."""
         begin = time.monotonic()
-        sizes = submitter.kinds.sizes(submitter.ranks)
+        sizes = submitter.categories.sizes(submitter.ranks)
         if any(sizes.values()):  # at the first step nothing has been sent yet
-            self.kinds, submitter.at_step = sizes, None
+            self.kinds, submitter.on_optimizer_step = sizes, None
         self._next_time = begin + max(_MEASURE_EVERY, _MEASURE_SHARE * (time.monotonic() - begin))

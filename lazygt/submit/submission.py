@@ -61,7 +61,7 @@ class Submitter:
     Attributes:
         mesh: the workers.
         ranks: the ranks for which plans are built.
-        names_lines: whether flushes are recorded with the user's line that forces them.
+        records_lines: whether flushes are recorded with the user's line that forces them.
         steps: number of optimizer steps.
     """
 
@@ -75,7 +75,7 @@ class Submitter:
         tiers: Tiers,
         history: History,
     ) -> None:
-        self.mesh, self.names_lines, self.steps = virtual_mesh.workers, True, 0
+        self.mesh, self.records_lines, self.steps = virtual_mesh.workers, True, 0
         self.ranks = virtual_mesh.ranks
         self._virtual_mesh, self._recorder, self._client = virtual_mesh, recorder, client
         self._planner, self._tiers, self._history = planner, tiers, history
@@ -92,9 +92,9 @@ class Submitter:
             client.undo = self.rollback.undo
         self._may_shard = virtual_mesh.ranks.world_size > 1
         #: memory categories of the workers' values
-        self.kinds = MemoryCategories(recorder)
+        self.categories = MemoryCategories(recorder)
         #: callback on the program's thread when an optimizer steps
-        self.at_step: Callable[[Submitter], object] | None = None
+        self.on_optimizer_step: Callable[[Submitter], object] | None = None
         #: watcher of optimizers' steps, until it has its result
         self.idle: Idle | None = None
         recorder.sink = self
@@ -162,8 +162,8 @@ class Submitter:
         """
         if self.rollback is not None:
             self.rollback.before_step(optimizer)
-        if self.at_step is not None and not self._step_is_sharded:
-            self.at_step(self)
+        if self.on_optimizer_step is not None and not self._step_is_sharded:
+            self.on_optimizer_step(self)
         if not self._may_shard:
             return
         loaded = [
@@ -181,16 +181,16 @@ class Submitter:
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Register an optimizer's step; for sharded programs this is a sync point."""
         self.steps += 1
-        known = self.kinds.optimizers.get(id(optimizer))
+        known = self.categories.optimizers.get(id(optimizer))
         if known is None or known() is not optimizer:  # only its first step, not every one
-            self.kinds.add(optimizer)
+            self.categories.add(optimizer)
         if self.idle is not None and self.idle.stepped(optimizer):
             self.idle = None
         if self._may_shard:
             sharded = self._step_is_sharded
             self._flush_after("optimizer step", sharded=True)
-            if self.at_step is not None and sharded:
-                self.at_step(self)
+            if self.on_optimizer_step is not None and sharded:
+                self.on_optimizer_step(self)
 
     @property
     def _step_is_sharded(self) -> bool:
@@ -276,7 +276,7 @@ class Submitter:
         history.recent.append(
             Flush(
                 reason,
-                forced_by if self.names_lines else None,
+                forced_by if self.records_lines else None,
                 ops,
                 None if plan is None else plan.entry.plan.digest,
                 hit,

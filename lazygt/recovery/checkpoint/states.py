@@ -294,6 +294,7 @@ class CapturedValues:
         keys, sharding = storage.remote.ids, storage.remote.sharding
         if sharding is None:
             return [SavedBlock(0, keys[0], None)]
+        # rank -> regions of its blocks, for ranks that have the full value together
         regions = sent(self._mesh, sharding.placements, storage.meta.shape)
         return [
             SavedBlock(rank, keys[index], region)
