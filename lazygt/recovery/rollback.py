@@ -79,7 +79,10 @@ class OptimizerStates:
     def _numbers_of(
         self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]
     ) -> tuple[list[torch.Tensor], bool]:
-        """Return the CPU tensors, and True if there are any, all of one shape and dtype."""
+        """Return the CPU tensors, and True if there are any, all of one shape and dtype.
+
+        The result is cached while the state is the same dict of the same length.
+        """
         state_id, length, numbers, is_stackable = self._numbers.get(optimizer, (0, 0, [], False))
         if (state_id, length) != (id(state), len(state)):
             numbers = [

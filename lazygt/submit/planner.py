@@ -110,7 +110,8 @@ class Planner:
         history: History,
     ) -> None:
         self._passes = priced(PIPELINE, machine)
-        #: (outputs, kinds, outline key) -> planned traces, last used first: candidates for a resize
+        #: (outputs, types of numbers, outline key: ops and dtypes without sizes) -> planned traces,
+        #: last used first: candidates for a resize
         self._planned_traces: Recent[tuple[Any, ...], list[_PlannedTrace]] = Recent(
             config.max_plans, config.max_plan_bytes
         )

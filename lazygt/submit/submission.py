@@ -450,7 +450,11 @@ class Submitter:
         )
 
     def _received(self, item: Made | Several | Plain, call_site: CallSite | None) -> Any:
-        """Return a returned value: plain data, or (meta, remote value) of a tensor."""
+        """Convert a value that an op has returned, from its form in the worker's message.
+
+        Returns:
+            Plain data, (meta, remote value) of a tensor, or a list of these.
+        """
         match item:
             case Several():
                 return [self._received(element, call_site) for element in item.items]
