@@ -34,7 +34,7 @@ class Taker:
     def take(self, number: int, committed: int = 0) -> Snapped | None:
         return self.snapshots.take(Snap(number, committed), self.store, 0, STATE)
 
-    def taken(self) -> Snapped:
+    def finished(self) -> Snapped:
         """The answer, once the eventfd tells of it."""
         assert self.snapshots.wakes is not None
         ready, _, _ = select.select([self.snapshots.wakes], [], [], 60.0)
