@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+# lazygt with its dependencies; and with those of its tests and examples.
+PRODUCT := $(VENV)/.product
+STAMP   := $(VENV)/.installed
 # The C++ extension, where there is a compiler or a wheel that fits; without it all works, too.
-NATIVE := $(VENV)/.native
+NATIVE  := $(VENV)/.native
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
@@ -24,18 +26,25 @@ help:
 
 setup: $(STAMP) $(NATIVE)
 
-# The stamp makes the second call quick: pip runs again only when the dependencies changed.
-$(STAMP): pyproject.toml constraints.txt
+# The stamps make the second call quick: pip runs again only when the dependencies changed.
+$(PRODUCT): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e . -c constraints.txt
+	@touch $@
+
+$(STAMP): $(PRODUCT)
 	$(BIN)/python -m pip install -e ".[dev,examples]" -c constraints.txt
 	@touch $@
 
-$(NATIVE): $(STAMP) $(wildcard lazygt/native/*.cpp lazygt/native/*.h lazygt/native/*.py)
+$(NATIVE): $(PRODUCT) $(wildcard lazygt/native/*.cpp lazygt/native/*.h lazygt/native/*.py)
 	$(BIN)/lazygt build-native --if-possible
 	@touch $@
 
-demo: $(STAMP) $(NATIVE)
+# The extension takes minutes to build, and the demo runs without it: it is built afterwards, by itself.
+demo: $(PRODUCT)
 	$(BIN)/python examples/train_digits.py
+	@$(MAKE) -q $(NATIVE) || { nohup $(MAKE) $(NATIVE) > $(VENV)/native.log 2>&1 & \
+		echo "the C++ extension is built in the background, for faster runs: see $(VENV)/native.log"; }
 
 PYTEST   = HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest
 # By files in the order of their names: by the number of their tests, long ones would come last.

@@ -1,4 +1,4 @@
-"""Train on scikit-learn's digits while another process keeps answering with the newest weights.
+"""Train on images of digits while another process keeps answering with the newest weights.
 
     python examples/serve_while_training.py
     python examples/serve_while_training.py --steps 400 --push-every 20
@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import trange
 
+import digits
 import lazygt
 from lazygt.transfer import (
     Sender,
@@ -31,15 +31,7 @@ TRAIN_IMAGES = 1_500
 
 
 def classifier() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
-def read_images() -> tuple[Tensor, Tensor]:
-    """Images as float32 [1797, 64] between 0 and 1, and labels as int64 [1797], shuffled."""
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.from_numpy(digits.data).float().div(16)[order]
-    return images, torch.from_numpy(digits.target)[order]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 # -- the server ----------------------------------------------------------------------------
@@ -57,7 +49,7 @@ class Served:
 
 def serve(address: str, results: Connection) -> None:
     """Answer until the trainer says stop, and tell what was done with each version."""
-    images, labels = (part[TRAIN_IMAGES:] for part in read_images())
+    images, labels = (part[TRAIN_IMAGES:] for part in digits.load())
     model = classifier()
     served: list[Served] = []
     with SharedMemoryTransferReceiver(address, name="server") as receiver, torch.no_grad():
@@ -88,7 +80,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def train(args: argparse.Namespace, sender: Sender) -> None:
-    images, labels = (part.to("lazygt") for part in read_images())
+    images, labels = (part.to("lazygt") for part in digits.load())
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     print("version  step  test accuracy  transfer ms  pause us")

@@ -1,4 +1,4 @@
-"""Train a digit classifier on scikit-learn's 1,797 bundled images.
+"""Train a digit classifier on 1,797 images of 8 x 8 pixels.
 
     python examples/train_digits.py                      # an MLP, on one worker process
     python examples/train_digits.py --model cnn
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
+
+import digits
 
 TRAIN_IMAGES = 1_500
 
@@ -43,12 +44,9 @@ def cnn() -> nn.Module:
     )
 
 
-def read_images() -> tuple[TensorDataset, TensorDataset]:
-    """Images as float32 [n, 1, 8, 8] between 0 and 1, labels as int64 [n]."""
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)[order]
-    labels = torch.from_numpy(digits.target)[order]
+def data_sets() -> tuple[TensorDataset, TensorDataset]:
+    """Images and labels to train with, and to test with."""
+    images, labels = digits.load()
     return (
         TensorDataset(images[:TRAIN_IMAGES], labels[:TRAIN_IMAGES]),
         TensorDataset(images[TRAIN_IMAGES:], labels[TRAIN_IMAGES:]),
@@ -106,7 +104,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    train_set, test_set = read_images()
+    train_set, test_set = data_sets()
     with contextlib.ExitStack() as stack:
         device, session = "cpu", None
         if not args.eager:

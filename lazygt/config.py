@@ -394,8 +394,13 @@ def _keyword_hint(name: str, names: Mapping[str, object]) -> str:
     from difflib import get_close_matches
 
     keywords = list(Settings.__annotations__)
-    similar = get_close_matches(name, {**names, **dict.fromkeys(keywords)}, 1)
-    question = f"did you mean {keyword_text(similar[0], '...')}? " if similar else ""
+    meant = [
+        setting_name(group, name)
+        for group in GROUPS.values()
+        if name in (attribute.name for attribute in fields(group))
+    ] or get_close_matches(name, {**names, **dict.fromkeys(keywords)}, 1)
+    forms = " or ".join(keyword_text(setting, "...") for setting in meant)
+    question = f"did you mean {forms}? " if meant else ""
     return f"{question}It takes: {', '.join(keywords)}"
 
 

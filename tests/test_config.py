@@ -129,6 +129,8 @@ def test_renamed_variable_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch
         ("thread", "workers=Workers(threads=...)"),
         ("compiled", "compile=..."),
         ("plannin", "planning=..."),
+        ("timeout", "compile=Compile(timeout=...)"),
+        ("mode", "compile=... or recovery=..."),
     ],
 )
 def test_misspelt_keyword_is_a_type_error_with_the_nearest_setting(

@@ -54,7 +54,7 @@ GRAPHS = (
 STAGES = (*GRAPHS[: GRAPHS.index("shard")], "placements", *GRAPHS[GRAPHS.index("shard") :])
 Number = Annotated[
     int | None,
-    typer.Option("--plan", help="number of the plan, from 0; by default the one of most ops"),
+    typer.Option("--plan", help="number of the plan, from 0; by default the one that ran most ops"),
 ]
 
 
@@ -86,7 +86,7 @@ def dump(
         number = _number(context, built, plan)
         _print_plan(*built[number], number, stage)
         if plan is None and len(built) > 1:
-            typer.echo(f"# plan {number} of {len(built)} has the most ops; --plan NUMBER prints "
+            typer.echo(f"# plan {number} of {len(built)} ran the most ops; --plan NUMBER prints "
                        f"another, --all prints them all")  # fmt: skip
     elif plan is not None and not script_run.failed:
         fail(context, f"there is no plan {plan}, the script built none")
@@ -103,7 +103,7 @@ def _built(script_run: ScriptRun) -> list[tuple[Session, PlanRecord]]:
 def _number(
     context: typer.Context, built: Sequence[tuple[Session, PlanRecord]], number: int | None
 ) -> int:
-    """Return the number of the requested plan; by default that of the one with the most ops.
+    """Return the number of the requested plan; by default that of the one that ran the most ops.
 
     Ends the command if there is no such plan.
 
@@ -112,8 +112,8 @@ def _number(
         number: the option ``--plan``.
     """
     if number is None:
-        sizes = [len(entry.plan.steps.graph.nodes) for _, entry in built]
-        return sizes.index(max(sizes))
+        ran = [len(entry.plan.steps.graph.nodes) * max(entry.runs, 1) for _, entry in built]
+        return ran.index(max(ran))
     if not 0 <= number < len(built):
         fail(context, f"there is no plan {number}, only 0 to {len(built) - 1}")
     return number

@@ -1,9 +1,9 @@
 """Simulation: how long a program takes on a machine that need not be there."""
 
 from lazygt.errors import former_names
-from lazygt.machine.prices import node_seconds
 from lazygt.observe.explain import DRY
 from lazygt.simulation.discrete_event import Deadlock, RankClass, Rehearsal, Simulated, Span
+from lazygt.simulation.node_times import node_seconds
 from lazygt.simulation.prediction import (
     CollectiveTime,
     LineCheck,

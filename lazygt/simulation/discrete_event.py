@@ -23,8 +23,9 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine
 from lazygt.machine.extrapolation import Outside, outside
-from lazygt.machine.prices import Kernel, axis_group_seconds, kernels_of
+from lazygt.machine.prices import axis_group_seconds
 from lazygt.runtime.plan import Plan
+from lazygt.simulation.node_times import Kernel, kernels_of
 from lazygt.simulation.rank_memory import KnownCategories, Memory, memory_of
 
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})

@@ -21,7 +21,6 @@ from lazygt.graph.source import expand
 from lazygt.host.gc_pause import gc_paused
 from lazygt.machine import Machine, default_machine, machine_of
 from lazygt.machine.find import requested
-from lazygt.machine.prices import node_seconds
 from lazygt.observe.explain import DRY
 from lazygt.parallel.fsdp_overrides import Forced
 from lazygt.runtime.client.console import Observer
@@ -30,6 +29,7 @@ from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 from lazygt.settings import grouped
 from lazygt.simulation.discrete_event import Rehearsal
+from lazygt.simulation.node_times import node_seconds
 from lazygt.simulation.prediction import Prediction, SimulatedRun
 from lazygt.simulation.rank_memory import ACTIVATIONS, KnownCategories
 from lazygt.simulation.suggest import UNCHANGED, Trial, run_trials, trials

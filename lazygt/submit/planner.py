@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 import warnings
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lazygt.config import Config
@@ -257,15 +259,20 @@ class Planner:
             stages=tuple(stages or ()),
             decided=tuple(decided) if keep else (),
         )
-        if template is not None:
+        if template is not None and not keep:
             key = outputs, kinds, outline_key(_program(steps))
             self._cache_for_resizing(key, _PlannedTrace(template, sites, lines, cached))
         return cached
 
     def _cache_for_resizing(self, key: tuple[Any, ...], earlier: _PlannedTrace) -> None:
-        """Cache a planned trace for the same program in other sizes (LRU)."""
+        """Cache a planned trace for the same program in other sizes (LRU).
+
+        ``max_plan_bytes`` also bounds the traces of one program, but for the last one.
+        """
         traces = [earlier, *(self._planned_traces.get(key) or [])][:_MOST_ALIKE]
-        self._planned_traces.keep(key, traces, sum(trace.nbytes for trace in traces))
+        nbytes = list(accumulate(trace.nbytes for trace in traces))
+        fitting = max(bisect_right(nbytes, self._config.max_plan_bytes), 1)
+        self._planned_traces.keep(key, traces[:fitting], nbytes[fitting - 1])
 
     def _why_missed(
         self, trace: Trace, outputs: tuple[int, ...], sites: Sites, reason: str

@@ -45,7 +45,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_viz_draws_the_plan_of_most_ops(script: Path) -> None:
+def test_viz_draws_the_plan_that_ran_most_ops(script: Path) -> None:
     output = script.parent / "graph.dot"
     result = _viz(script, "-o", output)
     assert result.exit_code == 0, result.output

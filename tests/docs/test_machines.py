@@ -9,9 +9,10 @@ import pytest
 
 import lazygt
 from lazygt.errors import MachineError
-from lazygt.machine import shipped
+from lazygt.machine import machine_of, shipped
 from lazygt.machine.file import parse
-from lazygt.machine.model import FIGURES, LINK
+from lazygt.machine.model import FIGURES, LINK, quantity
+from lazygt.printing.tables import PlainTable
 
 PAGE = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
 GENERIC = Path(lazygt.__file__).parent / "machine" / "machines" / "cpu-generic.toml"
@@ -47,3 +48,16 @@ def test_errors_are_as_shown(old: str, new: str) -> None:
     with pytest.raises(MachineError) as caught:
         parse(text.replace(old, new, 1), "own.toml")
     assert f"    {caught.value}\n" in PAGE
+
+
+def test_calibrated_figures_are_as_printed() -> None:
+    _, _, text = PAGE.partition("    $ lazygt calibrate\n")
+    lines = [line.strip() for line in text.partition("    written to")[0].splitlines()[1:]]
+    table = PlainTable("figure", ">here", ">cpu-generic", "unit")
+    usual = machine_of("cpu-generic").figures
+    for line in lines[1:]:
+        name, here, *_ = line.split()
+        default = f"{usual[name].value:.3g}" if name in usual else ""
+        table.add_row(name, f"{float(here):.3g}", default, quantity(name).unit)
+    assert len(lines) > 30
+    assert str(table).splitlines() == lines

@@ -12,13 +12,13 @@ from lazygt.graph.collectives import ring_bytes
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.machine import Figure, Machine, default_machine, on_hosts
 from lazygt.machine.prices import (
-    Kernel,
     axis_group_seconds,
     collective_seconds,
     link_for,
     matmul_seconds,
     moving_seconds,
 )
+from lazygt.simulation.node_times import Kernel
 
 #: 4 tiles of 100 x 10 at once, 1e9 operations a second.
 GPU = default_machine("cuda").with_values({

@@ -171,6 +171,25 @@ def test_plans_are_bounded_by_their_memory() -> None:
         assert long_chain(1) == long_chain(1)
 
 
+@pytest.mark.parametrize(("limit", "cached"), [(1, 1), (100_000_000, 5)])
+def test_variants_of_one_program_are_bounded_by_their_memory(limit: int, cached: int) -> None:
+    """They have the same ops and dtypes; only the last two differ in a size, the dim."""
+    planning = lazygt.Planning(max_plan_bytes=limit)
+    with lazygt.session(launcher="inline", planning=planning) as s:
+        x = torch.ones(2, 3, 4)
+        for dim in range(3):
+            for keep in (False, True):
+                assert x.sum(dim, keepdim=keep).amax().item() == x.shape[dim]
+        variants = max(len(traces) for _, traces in s._planner._planned_traces.items())
+    assert variants == cached
+
+
+def test_session_that_retains_stages_caches_nothing_for_other_sizes() -> None:
+    with lazygt.session(launcher="inline", planning=lazygt.Planning(keep_stages=True)) as s:
+        long_chain(2)
+        assert len(s._planner._planned_traces) == 0
+
+
 def test_reported_plan_memory_matches_measurement() -> None:
     """Of the client and its worker together, which are one process here; less where they differ in
     sizes alone, as here."""

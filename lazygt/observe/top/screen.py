@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.filesize import decimal
@@ -44,7 +44,7 @@ class Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         status = self.status
-        lines = [*_session_head(status), *alerts(status), Text()]
+        lines = [*_session_head(status), *_rendered(alerts(status)), Text()]
         free_lines = (
             (options.height or console.height) - len(lines) - 2
         )  # the table's header, and a last line
@@ -96,31 +96,41 @@ def _ranks_by_host(ranks: Sequence[RankStatus]) -> Iterator[str]:
         yield f"{host or 'this host'}: {ranks_text(numbers)}"
 
 
-def alerts(status: SessionStatus) -> Iterator[Text]:
-    """Yield a line for each problem."""
+class Alert(NamedTuple):
+    """Problem of a session, or notice of ranks that wait for another one."""
+
+    text: str
+    kind: str = "problem"  # or "notice"
+    session: str = ""  # name of the session, in a pool
+
+    def __str__(self) -> str:
+        return f"{self.session}: {self.text}" if self.session else self.text
+
+    def rendered(self) -> Text:
+        """Return the alert for a terminal."""
+        style = "bold red" if self.kind == "problem" else "yellow"
+        return Text(str(self), style)
+
+
+def alerts(status: SessionStatus) -> Iterator[Alert]:
+    """Yield the problems and notices of a session."""
     if status.client != "running":
-        yield Text(f"the client is {status.client}", "bold red")
+        yield Alert(f"the client is {status.client}")
     for host, ranks in _unreachable(status.ranks).items():
         blocked = {other for rank in ranks for other in rank.blocks}
         harm = _consequences(blocked, any(r.rank in status.session.waits_for for r in ranks))
         seconds = max(rank.unheard for rank in ranks)
-        yield Text(
-            f"{host} ({ranks_text(r.rank for r in ranks)}) is unreachable for {seconds:.0f} s"
-            f"{harm}",
-            "bold red",
-        )
+        names = ranks_text(rank.rank for rank in ranks)
+        yield Alert(f"{host} ({names}) is unreachable for {seconds:.0f} s{harm}")
     for rank in status.ranks:
         if rank.state == "unreachable":
             continue
         if rank.state in STUCK:
             location = f" on {rank.host}" if rank.host else ""
             harm = _consequences(rank.blocks, rank.rank in status.session.waits_for)
-            yield Text(
-                f"rank {rank.rank} (process {rank.pid}{location}) is {rank.state}{harm}",
-                "bold red",
-            )
+            yield Alert(f"rank {rank.rank} (process {rank.pid}{location}) is {rank.state}{harm}")
         elif rank.blocks:
-            yield Text(f"rank {rank.rank} keeps {ranks_text(rank.blocks)} waiting", "yellow")
+            yield Alert(f"rank {rank.rank} keeps {ranks_text(rank.blocks)} waiting", "notice")
 
 
 def _unreachable(ranks: Iterable[RankStatus]) -> dict[str, list[RankStatus]]:
@@ -238,7 +248,7 @@ class PoolScreen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         report, sessions = self.status.report, self.status.sessions
-        lines = [*_pool_head(self.status), *_pool_alerts(self.status), Text()]
+        lines = [*_pool_head(self.status), *_rendered(_pool_alerts(self.status)), Text()]
         rows = sorted(report["sessions"], key=lambda row: not _is_urgent(row, sessions))
         free_lines = (options.height or console.height) - len(lines) - 2
         shown = rows[: max(free_lines, 1)]
@@ -280,11 +290,11 @@ def _pool_head(status: PoolStatus) -> Iterator[Text]:
         )
 
 
-def _pool_alerts(status: PoolStatus) -> Iterator[Text]:
+def _pool_alerts(status: PoolStatus) -> Iterator[Alert]:
     """Yield the alerts of all sessions, each with the session's name."""
     for name, session in status.sessions.items():
-        for line in alerts(session):
-            yield Text.assemble((f"{name}: ", "bold"), line)
+        for alert in alerts(session):
+            yield alert._replace(session=name)
 
 
 def _is_urgent(row: Mapping[str, Any], sessions: Mapping[str, SessionStatus]) -> bool:
@@ -353,19 +363,29 @@ def _quota_share(row: Mapping[str, Any]) -> str:
     return f"{100 * row['memory'] / limit:.0f} %" if limit else ""
 
 
-def _session_activity(row: Mapping[str, Any], session: SessionStatus | None) -> Iterator[Text]:
-    """Yield lines on the work of a session's client."""
+def _session_activity(
+    row: Mapping[str, Any],
+    session: SessionStatus | None,
+    shortened: Callable[[str], str] = short,
+) -> Iterator[Text]:
+    """Yield lines on the work of a session's client, each with the session's name.
+
+    Args:
+        shortened: makes the user's lines as short as the screen needs them.
+    """
     if session is None or not session.session.pid:
         return
-    client, name = session.session, row["session"]
-    if client.line:
-        yield Text.assemble((name, "bold"), f" at {short(client.line)} ({client.reason})")
+    client = session.session
     kinds = ", ".join(f"{kind} {decimal(size)}" for kind, size in session.memory.items())
-    yield Text(f"  rank 0: {kinds}")
-    if client.miss:
-        yield Text(f"  last miss at {short(client.miss_line)}: {client.miss}")
-    if client.recoveries:
-        yield Text(f"  {client.recoveries} recoveries: {client.recovery}")
+    lines = {
+        f"at {shortened(client.line)} ({client.reason})": client.line,
+        f"rank 0: {kinds}": True,
+        f"last miss at {shortened(client.miss_line)}: {client.miss}": client.miss,
+        f"{client.recoveries} recoveries: {client.recovery}": client.recoveries,
+    }
+    for line, applies in lines.items():
+        if applies:
+            yield Text.assemble((f"{row['session']} ", "bold"), line)
 
 
 # -- both in a browser -----------------------------------------------------------------------------
@@ -386,7 +406,7 @@ def page_of(status: SessionStatus | PoolStatus) -> dict[str, Any]:
         ranks = tuple(sorted(ranks, key=_rank_urgency))[:_MOST_ROWS]
     return {
         "title": title,
-        "alerts": list(map(str, alerts(status))),
+        "alerts": [(str(alert), alert.kind) for alert in alerts(status)],
         "lines": lines,
         "squares": _squares(status),
         "columns": _RANK_COLUMNS,
@@ -400,16 +420,17 @@ def _pool_page(status: PoolStatus) -> dict[str, Any]:
     rows = []
     for row in status.report["sessions"]:
         session = status.sessions.get(row["session"])
-        name, state, *cells = _session_cells(row, session)
+        _, state, *cells = _session_cells(row, session)
         ranks = str(row["workers"]) if session is None else _squares(session)
-        rows.append((name, state, ranks, *cells))
-        lines += map(str, _session_activity(row, session))
+        rows.append((row["session"], row["client"], state, ranks, *cells))
+        lines += map(str, _session_activity(row, session, shortened=str))
+    session_column, *other_columns = _SESSION_COLUMNS
     return {
         "title": title,
-        "alerts": list(map(str, _pool_alerts(status))),
+        "alerts": [(str(alert), alert.kind) for alert in _pool_alerts(status)],
         "lines": lines,
         "squares": [],
-        "columns": _SESSION_COLUMNS,
+        "columns": (session_column, "key", *other_columns),
         "rows": rows,
     }
 
@@ -420,6 +441,11 @@ def _squares(status: SessionStatus) -> list[tuple[int, str, str]]:
 
 
 # -- lines and tables of both ----------------------------------------------------------------------
+
+
+def _rendered(all_alerts: Iterable[Alert]) -> Iterator[Text]:
+    """Yield alerts for a terminal."""
+    return (alert.rendered() for alert in all_alerts)
 
 
 def _truncated(line: Text) -> Text:

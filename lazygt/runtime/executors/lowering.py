@@ -288,7 +288,7 @@ class SourceProgram:
         match returns:
             case []:
                 self.emit(node, call)
-            case [[*others, int(slot)]] if set(others) == {-1}:  # one view of a list of views
+            case [[*others, int(slot)]] if set(others) <= {-1}:  # one view of a list of views
                 self.emit(node, f"{self.slot(slot)} = {call}[{len(others)}]")
             case _:
                 self.emit(node, f"{', '.join(map(self.target, returns))} = {call}")

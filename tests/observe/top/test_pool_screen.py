@@ -114,8 +114,17 @@ def test_page_has_the_ranks_of_a_session_as_squares() -> None:
     assert page["title"] == (
         "tcp://10.0.0.1:7000  71 of 80 workers taken, 8 run at once  queue 3 of 64"
     )
-    assert page["alerts"] == ["alice-1: rank 2 (process 1002) is frozen"]
-    assert page["columns"][:3] == ("session", "state", "ranks")
+    assert page["alerts"] == [("alice-1: rank 2 (process 1002) is frozen", "problem")]
+    assert page["columns"][:4] == ("session", "key", "state", "ranks")
     first, second = page["rows"]
-    assert (first[:2], first[2][2]) == (("alice-1", "runs"), (2, "frozen", ""))
-    assert second[:3] == ("alice-2", "waits (0)", "3")
+    assert (first[:3], first[3][2]) == (("alice-1", "alice", "runs"), (2, "frozen", ""))
+    assert second[:4] == ("alice-2", "alice", "waits (0)", "3")
+
+
+def test_page_tells_problems_from_notices() -> None:
+    waiting = status(64, waiting=(1, 2))
+    page = page_of(PoolStatus(0.0, "tcp://h:1", report(row(1, 64)), {"alice-1": waiting}))
+    assert page["alerts"] == [("alice-1: rank 5 keeps ranks 1-2 waiting", "notice")]
+    activities = [line for line in page["lines"] if line.startswith("alice-1 ")]
+    assert len(activities) == 4
+    assert CLIENT.line in activities[0]

@@ -72,8 +72,8 @@ def test_events_are_views_until_the_session_ends(server: PageServer) -> None:
         view = json.loads(data.removeprefix("data: "))
         assert len(view["squares"]) == 64
         assert view["squares"][5] == [5, "frozen", "blocks ranks 1-2"]
-        assert view["alerts"] == ["rank 5 (process 1005) is frozen; it blocks ranks 1-2 and keeps "
-                                  "the client waiting"]  # fmt: skip
+        assert view["alerts"] == [["rank 5 (process 1005) is frozen; it blocks ranks 1-2 and keeps "
+                                   "the client waiting", "problem"]]  # fmt: skip
         assert view["columns"][:2] == [">rank", "state"]
         assert [row[:2] for row in view["rows"][:2]] == [["5", "frozen"], ["63", "busy"]]
         assert len(view["rows"]) == 16

@@ -62,6 +62,13 @@ def written_through_views(x: Tensor) -> Any:
     return base, other, kept, before
 
 
+def written_list_of_views(x: Tensor) -> Any:
+    base = x * 1
+    first, second, _ = base.unbind(0)
+    torch._foreach_add_([second, first], 1.0)
+    return base * 2
+
+
 def random(x: Tensor) -> Any:
     torch.manual_seed(5)
     return torch.rand_like(x) + x, torch.bernoulli(x.sigmoid())
@@ -89,6 +96,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     ),
     "random numbers": random,
     "writes through views": written_through_views,
+    "writes through a list of views": written_list_of_views,
     "memory that several elements share": expanded,
     "lazy bits": lambda x: torch.complex(x, x + 1).conj().mul(2).imag.add(1),
 }
