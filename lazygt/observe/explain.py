@@ -313,10 +313,10 @@ def _collectives(runs: Runs) -> list[CollectiveRow]:
     return summed(rows, "times", "nbytes", "ring", "seconds")
 
 
-def _seconds(machine: Machine, what: Communication) -> float:
+def _seconds(machine: Machine, collective: Communication) -> float:
     """Estimate the seconds of a collective."""
-    along = machine.along(what.mesh_dim)
-    return collective_seconds(along, what.kind, what.nbytes, what.ranks)
+    along = machine.along(collective.mesh_dim)
+    return collective_seconds(along, collective.kind, collective.nbytes, collective.ranks)
 
 
 def _outside(runs: Runs) -> Iterator[Outside]:

@@ -72,12 +72,11 @@ class Flight(NamedTuple):
     """A collective of a timed run, from its launch to its wait.
 
     Attributes:
-        what: the collective.
         launched, waited: (begin, end) of its launch and of its wait, in nanoseconds; ``waited`` is
             None for a blocking collective.
     """
 
-    what: Communication
+    collective: Communication
     launched: tuple[int, int]
     waited: tuple[int, int] | None
 

@@ -286,10 +286,10 @@ class _Run:
         self._now = max(self._now, end)
 
     def _add_span(
-        self, what: Communication, name: str, begin: float, end: float, exposed: float
+        self, message: Communication, name: str, begin: float, end: float, exposed: float
     ) -> None:
         """Add the span of a collective or a message to the result, on the lane of its axis."""
-        span = Span(what.mesh_dim, name, begin, end, what.source, exposed, what.nbytes)
+        span = Span(message.mesh_dim, name, begin, end, message.source, exposed, message.nbytes)
         self.result.spans.append(span)
 
     def _count_exposed(self, axis: str, position: int) -> None:
@@ -324,9 +324,9 @@ class _Run:
             times.append((begin, end))
         return True
 
-    def _seconds(self, what: Communication, ranks: Sequence[int]) -> float:
+    def _seconds(self, message: Communication, ranks: Sequence[int]) -> float:
         """Return the duration of a collective or a message between ranks."""
-        return axis_group_seconds(self._machine, what.kind, what.nbytes, ranks)
+        return axis_group_seconds(self._machine, message.kind, message.nbytes, ranks)
 
     def _send(self, peer: int) -> None:
         """Put a message on the axis's send lane, and record its arrival."""

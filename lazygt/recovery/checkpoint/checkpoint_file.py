@@ -189,11 +189,11 @@ class CheckpointFile:
             raise self._damaged(f"its end: {size - nbytes:,} bytes more than were written")
         return begin, length, crc
 
-    def _damaged(self, what: str) -> CheckpointError:
+    def _damaged(self, part: str) -> CheckpointError:
         """Return the error for a wrong checksum of a section, the index or the header."""
         return CheckpointError(
             self.path,
-            f"{what} is not what was written: the checksum differs. Nothing was loaded. Remove "
+            f"{part} is not what was written: the checksum differs. Nothing was loaded. Remove "
             f"this file to go on from the checkpoint before it, if there is one",
         )
 
