@@ -79,7 +79,7 @@ class _ScriptSession(Session):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._submitter.records_lines = False  # no line of the script forces the last flush
+        self._submitter.names_lines = False  # no line of the script forces the last flush
         super().__exit__(kind, error, trace)
 
 

@@ -61,7 +61,7 @@ class Submitter:
     Attributes:
         mesh: the workers.
         ranks: the ranks for which plans are built.
-        records_lines: whether flushes are recorded with the user's line that forces them.
+        names_lines: whether flushes are recorded with the user's line that forces them; C++ reads it.
         steps: number of optimizer steps.
     """
 
@@ -75,7 +75,7 @@ class Submitter:
         tiers: Tiers,
         history: History,
     ) -> None:
-        self.mesh, self.records_lines, self.steps = virtual_mesh.workers, True, 0
+        self.mesh, self.names_lines, self.steps = virtual_mesh.workers, True, 0
         self.ranks = virtual_mesh.ranks
         self._virtual_mesh, self._recorder, self._client = virtual_mesh, recorder, client
         self._planner, self._tiers, self._history = planner, tiers, history
@@ -276,7 +276,7 @@ class Submitter:
         history.recent.append(
             Flush(
                 reason,
-                forced_by if self.records_lines else None,
+                forced_by if self.names_lines else None,
                 ops,
                 None if plan is None else plan.entry.plan.digest,
                 hit,
