@@ -61,7 +61,7 @@ class Submitter:
     Attributes:
         mesh: the workers.
         ranks: the ranks for which plans are built.
-        names_lines: whether flushes are recorded with the user's line that forces them; C++ reads it.
+        names_lines: whether flushes are recorded with the user's line (read by the extension, too).
         steps: number of optimizer steps.
     """
 
