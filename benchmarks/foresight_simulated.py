@@ -19,7 +19,7 @@ from typing import NamedTuple
 from benchmarks.foresight_program import Training, mesh_of
 from benchmarks.foresight_rows import Row
 from lazygt.machine import Machine, machine_of
-from lazygt.machine.prices import line_seconds
+from lazygt.machine.prices import axis_group_seconds
 from lazygt.session import Session
 from lazygt.settings import grouped
 from lazygt.simulation import DRY, LiveValue, Rehearsal
@@ -185,7 +185,7 @@ def _sending(row: Row, machine: Machine) -> float:
     model = row.model
     itemsize = 4 if row.precision == "fp32" else 2
     nbytes = row.microbatch * model.sequence * model.hidden * itemsize // row.tp
-    hop = line_seconds(machine, "send_recv", nbytes, (0, row.dp * row.tp))
+    hop = axis_group_seconds(machine, "send_recv", nbytes, (0, row.dp * row.tp))
     return 2 * hop * (row.microbatches * row.interleave + row.pp - 1)
 
 

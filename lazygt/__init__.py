@@ -18,8 +18,7 @@ from lazygt.host.gc_pause import gc_paused as _gc_paused
 
 __version__ = _VERSION
 
-#: Modules of the names that are loaded on first use. A worker process runs plans; the front
-#: (device, recorder, session) is the client's alone.
+#: Module -> its public names, which are loaded on first use.
 _MODULES = {
     "lazygt.recovery.checkpoint.checkpointing": "resume",
     "lazygt.observe.explain": "explain",
@@ -46,10 +45,10 @@ _MODULES = {
     "lazygt.transfer": "transfer_weights",
     "torch.distributed.tensor": "Partial Replicate Shard",
 }
-_WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-#: Names that torch has another word for -> that word.
-_TORCHS = {
+#: Former name -> torch's word for it, which is the name now.
+_TORCH_NAMES = {
     "column_parallel": "ColwiseParallel",
     "parallelize": "parallelize_module",
     "prepare_module_input": "PrepareModuleInput",
@@ -62,26 +61,27 @@ _TORCHS = {
 def __getattr__(name: str) -> Any:
     if name == "serving":  # a room of its own, which sessions don't need
         return import_module("lazygt.serving")
-    if name not in _WHERE:
-        torchs = f": use lazygt.{_TORCHS[name]}" if name in _TORCHS else ""
-        raise AttributeError(f"module 'lazygt' has no attribute {name!r}{torchs}")
-    value = getattr(import_module(_WHERE[name]), "Session" if name == "session" else name)
+    if name not in _MODULE_OF:
+        advice = f": use lazygt.{_TORCH_NAMES[name]}" if name in _TORCH_NAMES else ""
+        raise AttributeError(f"module 'lazygt' has no attribute {name!r}{advice}")
+    value = getattr(import_module(_MODULE_OF[name]), "Session" if name == "session" else name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE, "serving"})
+    return sorted({*globals(), *_MODULE_OF, "serving"})
 
 
-#: ``lazygt top`` looks at a session from outside, and is to be there at once: without torch.
-_LOOKS_ON = os.path.basename((sys.argv or [""])[0]) == "lazygt" and sys.argv[1:2] == ["top"]
+#: ``lazygt top`` watches a session from outside, and starts at once: without torch.
+_IS_TOP_COMMAND = os.path.basename((sys.argv or [""])[0]) == "lazygt" and sys.argv[1:2] == ["top"]
 
 with _gc_paused():
-    if not _LOOKS_ON:
+    if not _IS_TOP_COMMAND:
         from lazygt import transfer as transfer
 
-    if not _LOOKS_ON and os.environ.get("LAZYGT_WORKER") != "1":
+    # a worker process runs plans: device, recorder and session are the client's alone
+    if not _IS_TOP_COMMAND and os.environ.get("LAZYGT_WORKER") != "1":
         from lazygt.record.device import register as _register
         from lazygt.record.tensor import show_with as _show_with
         from lazygt.session import Session as Session
@@ -89,6 +89,7 @@ with _gc_paused():
         session = Session  # used like torch.device
 
         def _notebook() -> _Viewer:
+            """Load the viewer of tensors and sessions in notebooks."""
             from lazygt.observe import notebook  # why: only notebooks ask
 
             return notebook
@@ -140,4 +141,4 @@ if TYPE_CHECKING:
     from lazygt.sweeps.running import sweep as sweep
     from lazygt.transfer import transfer_weights as transfer_weights
 else:
-    __all__ = sorted([*_errors, *_WHERE, "serving", "transfer"])
+    __all__ = sorted([*_errors, *_MODULE_OF, "serving", "transfer"])

@@ -10,14 +10,19 @@ from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature
 from typing import Any, TypeVar, get_type_hints
 
-from lazygt.settings import GROUPS, RENAMED, Settings, expand, setting_name, written
+from lazygt.settings import GROUPS, RENAMED, Settings, expand, keyword_text, setting_name
 
 #: Version of lazygt.
 VERSION = "0.1.0"
 
 
 def _setting(default: Any, about: str, parse: Callable[[str], Any] | None = None) -> Any:
-    """Make a field of ``Config``; its variable is parsed as the default's type, or as text."""
+    """Make a field of ``Config``.
+
+    Args:
+        about: description, for docstrings and help.
+        parse: parser of the variable ``LAZYGT_<NAME>``; None: of the default's type, or text.
+    """
     kind = str if default is None else type(default)
     parse = parse or (_flag if kind is bool else kind)
     return field(default=default, metadata={"about": about, "parse": parse})
@@ -133,7 +138,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 #: Settings of sessions in a pool.
-OF_POOLS = frozenset({"pool", "key", "grace", "detach"})
+POOL_SETTINGS = frozenset({"pool", "key", "grace", "detach"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +268,7 @@ class Config:
             text = os.environ.get(f"LAZYGT_{name.upper()}")
             if arguments.get(name) is not None:
                 values[name] = arguments[name]
-            elif text and not (ignores_pool and name in OF_POOLS):
+            elif text and not (ignores_pool and name in POOL_SETTINGS):
                 values[name] = _parse(name, text, setting.metadata["parse"])
         for name in ("checkpoint", "machine", "key", "cache_dir", "log"):
             if name in values:
@@ -285,7 +290,7 @@ class Config:
             for name in names.split():
                 value = getattr(self, name)
                 if value is not None and not fits(value):
-                    form = written(name, repr(value))
+                    form = keyword_text(name, repr(value))
                     raise ValueError(f"lazygt.session({form}): expected {expected}")
         self._check_checkpoint()
         self._check_pool()
@@ -301,7 +306,7 @@ class Config:
             if self.key is not None or self.detach:
                 name = "detach" if self.detach else "key"
                 raise ValueError(
-                    f"lazygt.session({written(name, repr(getattr(self, name)))}): it is for a "
+                    f"lazygt.session({keyword_text(name, repr(getattr(self, name)))}): it is for a "
                     f"session in a pool; say where that listens, PoolAccess('tcp://HOST:PORT', ...)"
                 )
             return
@@ -318,13 +323,13 @@ class Config:
                 f"Recovery(spares=) out: the pool starts its workers as it does"
             )
         if not self.grace >= 0:
-            form = written("grace", repr(self.grace))
+            form = keyword_text("grace", repr(self.grace))
             raise ValueError(f"lazygt.session({form}): expected seconds, at least 0")
 
     def _check_checkpoint(self) -> None:
         """Raise ValueError for impossible settings of checkpoints."""
         every = self.checkpoint_every
-        form = written("checkpoint_every", repr(every))
+        form = keyword_text("checkpoint_every", repr(every))
         if isinstance(every, str):
             try:
                 seconds_of(every)
@@ -394,7 +399,7 @@ def _keyword_hint(name: str, names: Mapping[str, object]) -> str:
         for group in GROUPS.values()
         if name in (attribute.name for attribute in fields(group))
     ] or get_close_matches(name, {**names, **dict.fromkeys(keywords)}, 1)
-    forms = " or ".join(written(setting, "...") for setting in meant)
+    forms = " or ".join(keyword_text(setting, "...") for setting in meant)
     question = f"did you mean {forms}? " if meant else ""
     return f"{question}It takes: {', '.join(keywords)}"
 

@@ -43,7 +43,7 @@ from lazygt.runtime.messages import Captured
 from lazygt.runtime.plan import Plan
 from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import RemoteValue
-from lazygt.settings import Settings, expand, present
+from lazygt.settings import Settings, expand, expand_user_keywords
 from lazygt.submit.history import History, Probe
 from lazygt.submit.memory_categories import OTHER, by_kind
 from lazygt.submit.planner import CachedPlan, Planner, Stages
@@ -78,16 +78,17 @@ class Session:
     def __init__(self, **settings: Unpack[Settings]) -> None:
         native.check_choice()
         native.warn_of_python()
-        requested = expand(_interceptor.settings(present(settings, 2)))
+        requested = expand(_interceptor.settings(expand_user_keywords(settings, 2)))
         self.config = config = Config.load(**by_engine(requested))
         #: grid of the workers with named axes
         self.mesh = Mesh.of(config.mesh or {"workers": config.workers})
+        #: the workers, and the (virtual) ranks for which plans are built
         self._virtual_mesh = VirtualMesh.of(self.mesh, config.invariant)
         #: cost model of the plans
         self.machine = _find_machine(config)
         self._checkpoints = None if config.checkpoint is None else Checkpoints(config)
         self._link, opened = _open_link(config, self.mesh)
-        if opened.device != config.device:
+        if opened.device != config.device:  # a pool has decided on the device
             self.config = config = opened
             self.machine = _find_machine(config)
         #: removes the hooks, at the latest when the session is garbage-collected
@@ -95,7 +96,7 @@ class Session:
         self._remove_all_hooks = weakref.finalize(self, _remove_hooks, hooks)
         try:
             self._connect(config, hooks)
-            _interceptor.opened(self)
+            _interceptor.on_session_opened(self)
         except BaseException:
             self._remove_all_hooks()
             self._link.close()
@@ -139,6 +140,7 @@ class Session:
             self._checkpoints.connect(self.recorder, self._client, mesh, config)
         self._owner_pid = os.getpid()
         self._closing = threading.Lock()
+        #: True between ``open`` and ``close``, which ends the block that ``open`` has begun
         self._entered_by_open = False
         self._weight_source: SessionSource | None = None
         hooks.append(register_optimizer_step_pre_hook(self._submitter.before_step))
@@ -351,9 +353,10 @@ class Session:
             pool.publish(name, value, shared=shared)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> list[RemoteValue]:
-        """Compute the values of handles, and return their locations on the workers.
+        """Compute the values of lazy tensors, and return them as values on the workers.
 
-        A sync point; raises the same errors as ``synchronize``.
+        A view is copied, since a value on the workers is a full storage. A sync point; raises the
+        same errors as ``synchronize``.
         """
         self._check_entered()
         with self.recorder.lock, torch.no_grad():
@@ -404,7 +407,7 @@ class Session:
             return self._tiers.wait(timeout)
 
     def _check_entered(self) -> None:
-        """Raise an error unless the session is entered."""
+        """Warn if the session was never entered; raise NoSession if it is closed."""
         if not self.idle.entered:
             self.idle.used()
         self._check_open()
@@ -452,7 +455,7 @@ class Session:
 
     def plans(self) -> list[Plan]:
         """List the cached plans, oldest first."""
-        return [cached.entry.plan for cached in self._planner.kept()]
+        return [cached.entry.plan for cached in self._planner.cached_plans()]
 
     def compiles(self) -> list[CompileRecord]:
         """List the fused groups with requested compilations, in order of the requests."""
@@ -489,7 +492,7 @@ class Session:
         """Find a plan in the cache by its digest; raise ValueError without ``keep_stages``."""
         if not self.config.keep_stages:
             raise ValueError("stages() needs lazygt.session(planning=Planning(keep_stages=True))")
-        for cached in self._planner.kept():
+        for cached in self._planner.cached_plans():
             if cached.entry.plan.digest == plan.digest:
                 return cached
         raise ValueError(f"this session keeps no plan {plan.digest.hex()[:12]}; see plans()")
@@ -558,7 +561,7 @@ class Session:
             self.recorder.flush("memory()")
             self._client.synchronize()
             self._client.raise_failure()
-            groups = by_kind(self._submitter.kinds.by_id())
+            groups = by_kind(self._submitter.categories.by_id())
             measured = self._client.memory(list(groups.values()))
         names = (*groups, OTHER)
         return SessionMemory([
@@ -606,32 +609,34 @@ def _find_machine(config: Config) -> Machine:
 
 
 def _remove_hooks(hooks: list[RemovableHandle]) -> None:
+    """Remove a session's hooks on all optimizers."""
     for hook in hooks:
         hook.remove()
 
 
 class _Interceptor(NamedTuple):
-    """Hooks of ``overseen`` into the opening of sessions."""
+    """Callbacks on the opening of sessions; see ``intercepted_sessions``."""
 
     settings: Callable[[dict[str, Any]], dict[str, Any]] = lambda settings: settings
-    opened: Callable[[Session], object] = lambda session: None
+    on_session_opened: Callable[[Session], object] = lambda session: None
 
 
 _interceptor = _Interceptor()
 
 
 @contextmanager
-def overseen(
-    settings: Callable[[dict[str, Any]], dict[str, Any]], opened: Callable[[Session], object]
+def intercepted_sessions(
+    settings: Callable[[dict[str, Any]], dict[str, Any]],
+    on_session_opened: Callable[[Session], object],
 ) -> Iterator[None]:
     """Context that changes the settings of all opened sessions, and reports the sessions.
 
     Args:
         settings: function from requested settings to those of the session.
-        opened: called with each opened session.
+        on_session_opened: called with each opened session.
     """
     global _interceptor
-    previous, _interceptor = _interceptor, _Interceptor(settings, opened)
+    previous, _interceptor = _interceptor, _Interceptor(settings, on_session_opened)
     try:
         yield
     finally:

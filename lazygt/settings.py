@@ -144,8 +144,8 @@ _FIELDS = {
 }
 
 
-def written(name: str, value: str) -> str:
-    """Return a setting as a keyword of ``lazygt.session``: ``workers=Workers(threads=2)``.
+def keyword_text(name: str, value: str) -> str:
+    """Return a setting as source code of ``lazygt.session``: ``workers=Workers(threads=2)``.
 
     Args:
         name: of a setting.
@@ -177,7 +177,8 @@ def expand(keywords: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             if name in settings:
                 raise TypeError(
-                    f"lazygt.session got {name!r} twice; write it once, as {written(name, '...')}"
+                    f"lazygt.session got {name!r} twice; write it once, as "
+                    f"{keyword_text(name, '...')}"
                 )
             settings[name] = setting
     return settings
@@ -209,7 +210,7 @@ def _check_no_object(keyword: str, value: object) -> None:
             )
 
 
-def present(keywords: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
+def expand_user_keywords(keywords: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
     """Expand a user's keywords; warn of former ones.
 
     Args:
@@ -219,7 +220,7 @@ def present(keywords: Mapping[str, Any], stacklevel: int) -> dict[str, Any]:
         present_name = RENAMED.get(name, name)
         if present_name in _FIELDS or name in RENAMED:
             warnings.warn(
-                f"lazygt.session({name}=...) is {written(present_name, '...')} now",
+                f"lazygt.session({name}=...) is {keyword_text(present_name, '...')} now",
                 DeprecationWarning,
                 stacklevel=stacklevel + 1,
             )

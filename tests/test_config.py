@@ -14,7 +14,7 @@ import pytest
 
 import lazygt
 from lazygt.config import Config
-from lazygt.settings import GROUPS, RENAMED, Settings, expand, grouped, setting_name, written
+from lazygt.settings import GROUPS, RENAMED, Settings, expand, grouped, keyword_text, setting_name
 
 pytestmark = pytest.mark.timeout(60)
 KEYWORDS = list(Settings.__annotations__)
@@ -171,8 +171,8 @@ def test_setting_given_twice_is_a_type_error() -> None:
 def test_error_names_the_object_of_a_wrong_value() -> None:
     with pytest.raises(ValueError, match=r"session\(workers=Workers\(threads=0\)\): expected at"):
         lazygt.session(workers=lazygt.Workers(threads=0))
-    assert written("workers", "0") == "workers=0"
-    assert written("mesh", "{}") == "mesh={}"
+    assert keyword_text("workers", "0") == "workers=0"
+    assert keyword_text("mesh", "{}") == "mesh={}"
 
 
 @pytest.mark.parametrize(

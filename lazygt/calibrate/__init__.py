@@ -1,5 +1,9 @@
 """Calibration: measurements of this machine, written as a machine file.
 
+Collectives are measured for each *carrier*, the way on which their bytes travel between the workers
+of a host: ``local`` is shared memory between CPU workers, and NCCL between GPUs; ``sockets`` are
+UNIX sockets, which CPU workers use for small payloads.
+
 Every figure is the minimum of several rounds, so that other load counts little. Figures that are
 not measured (compiled calls, networks, datasheet peaks) are copied from the default machine of the
 device, with their sources.
@@ -46,13 +50,22 @@ from lazygt.settings import Workers
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def seconds(start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int) -> torch.Tensor:
+def time_collective(
+    start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int
+) -> torch.Tensor:
     """Time a collective: the minimum of this rank's rounds, then the maximum over the ranks.
+
+    Every rank runs this function, as an op of a recorded program (`apply`).
 
     Args:
         start: tensor on the device; its number of elements is the number of rounds.
+        axis: axis of the mesh along which the ranks communicate.
         carrier: ``sockets`` or ``local``.
+        kind: one of `KINDS`.
         nbytes: payload size, as in ``Communication``.
+
+    Returns:
+        The seconds, as a tensor of one element.
     """
     axis_group = group.axis_group(axis)
     elements = max(nbytes // 4 // axis_group.size, 1) * axis_group.size
@@ -65,8 +78,8 @@ def seconds(start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int
             if start.device.type == "cpu"
             else axis_group.backend(buffer, kind, nbytes)
         )
-    work, fastest = _work(backend, kind, buffer, axis_group.size), float("inf")
-    barrier = _work(
+    work, fastest = _collective_call(backend, kind, buffer, axis_group.size), float("inf")
+    barrier = _collective_call(
         backend, "all_reduce", torch.ones(axis_group.size, device=start.device), axis_group.size
     )
     for _ in range(start.numel() + 1):  # the first round allocates, and is the slowest
@@ -81,8 +94,15 @@ def seconds(start: torch.Tensor, axis: str, carrier: str, kind: str, nbytes: int
     return slowest.double()
 
 
-def _work(backend: Backend, kind: str, buffer: torch.Tensor, ranks: int) -> Callable[[], object]:
-    """Return a function that runs one collective to its end."""
+def _collective_call(
+    backend: Backend, kind: str, buffer: torch.Tensor, ranks: int
+) -> Callable[[], object]:
+    """Return a function that runs one collective to its end.
+
+    Args:
+        kind: one of `KINDS`.
+        buffer: the payload on this rank; gathered or exchanged blocks are parts of it.
+    """
     if kind == "all_reduce":
         return lambda: backend.all_reduce(buffer, "sum").wait()
     block, send_buffer = buffer[: buffer.numel() // ranks].clone(), buffer.clone()
@@ -110,12 +130,16 @@ _SMALL = 1 << 20
 
 
 def host_figures(session: Session, rounds: int) -> dict[str, float]:
-    """Measure the seconds of recording an op, of an op in a run, and of a message, by key."""
+    """Measure the seconds of recording an op, of an op in a run, and of a message.
+
+    Returns:
+        Key of a figure in the machine file -> seconds.
+    """
     x = torch.ones(4)
     session.synchronize()
     times = 3 * rounds + 2  # the first runs of a plan are slower: it is checked and compiled
-    records, runs = zip(*(_chain(session, x, _OPS) for _ in range(times)), strict=True)
-    _, longer = zip(*(_chain(session, x, 5 * _OPS) for _ in range(times)), strict=True)
+    records, runs = zip(*(_time_chain(session, x, _OPS) for _ in range(times)), strict=True)
+    _, longer = zip(*(_time_chain(session, x, 5 * _OPS) for _ in range(times)), strict=True)
     return {
         "host.record": min(records) / _OPS,
         "host.launch": max(min(longer) - min(runs), min(runs) / 10) / (4 * _OPS),
@@ -123,8 +147,8 @@ def host_figures(session: Session, rounds: int) -> dict[str, float]:
     }
 
 
-def _chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
-    """Return the CPU seconds of recording a chain of ops, and the seconds of its run."""
+def _time_chain(session: Session, x: torch.Tensor, ops: int) -> tuple[float, float]:
+    """Record and run a chain of additions; return the CPU seconds of recording, and the run's."""
     begin = time.thread_time()
     y = x
     for _ in range(ops):
@@ -142,7 +166,7 @@ def _fetch_seconds(x: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def carriers(
+def fit_carriers(
     device: str,
     groups: Sequence[int],
     sizes: Sequence[int],
@@ -154,8 +178,11 @@ def carriers(
     """Time collectives between workers, and fit the latency and bandwidth of each carrier.
 
     Args:
+        device: ``cpu`` or ``cuda``.
         groups: numbers of ranks.
         sizes: payloads in bytes.
+        rounds: times that each collective is run; small ones five times as often.
+        threads: threads of a rank on the CPU.
         slopes: carrier -> seconds for each rank beyond the second, used if only two ranks fit.
         progress: called after each measurement.
     """
@@ -163,66 +190,78 @@ def carriers(
     for ranks in groups:
         with Session(workers=Workers(ranks, threads=threads), device=device, compile="off"):
             many, few = torch.zeros(5 * rounds), torch.zeros(rounds)
-            for name, kind, nbytes in _exchanges(device, ranks, sizes):
-                bytes_sent = ring_bytes if name == "local" else socket_bytes
+            for carrier, kind, nbytes in _timed_collectives(device, ranks, sizes):
+                bytes_sent = ring_bytes if carrier == "local" else socket_bytes
                 start = many if nbytes <= _SMALL else few
-                duration = apply(seconds, start, _AXIS, name, kind, nbytes).item()
-                rows[name].append(ExchangeFit(bytes_sent(kind, nbytes, ranks), ranks, duration))
+                duration = apply(time_collective, start, _AXIS, carrier, kind, nbytes).item()
+                rows[carrier].append(ExchangeFit(bytes_sent(kind, nbytes, ranks), ranks, duration))
                 progress()
-    return {name: fit_carrier(timed, slopes[name]) for name, timed in rows.items()}
+    return {carrier: fit_carrier(timed, slopes[carrier]) for carrier, timed in rows.items()}
 
 
-def _exchanges(device: str, ranks: int, sizes: Sequence[int]) -> list[tuple[str, str, int]]:
-    """List the timed collectives of a number of ranks: (carrier, kind, payload)."""
+def _timed_collectives(device: str, ranks: int, sizes: Sequence[int]) -> list[tuple[str, str, int]]:
+    """List the collectives to time between a number of ranks: (carrier, kind, payload in bytes).
+
+    Payloads that a session would not send through sockets are timed on the ``local`` carrier only.
+    """
     return [
-        (name, kind, nbytes)
+        (carrier, kind, nbytes)
         for kind in KINDS
         for nbytes in sizes
-        for name in ("local", "sockets")
-        if name == "local" or (device == "cpu" and goes_by_sockets(kind, nbytes, ranks))
+        for carrier in ("local", "sockets")
+        if carrier == "local" or (device == "cpu" and goes_by_sockets(kind, nbytes, ranks))
     ]
 
 
-def steps(device: str, groups: Sequence[int], sizes: Sequence[int]) -> int:
-    """Return the number of progress reports of ``carriers``."""
-    return sum(len(_exchanges(device, ranks, sizes)) for ranks in groups)
+def progress_count(device: str, groups: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the number of progress reports of ``fit_carriers``."""
+    return sum(len(_timed_collectives(device, ranks, sizes)) for ranks in groups)
 
 
 # -- calibration -----------------------------------------------------------------------------------
 
 __all__ = ["FULL", "QUICK", "SMALLEST", "measure", "write"]
 
-#: Progress report; arguments: the measurement, and its numbers of done and of all steps.
-Told = Callable[[str, int, int], object]
+#: Progress report. Arguments: the measurement, its number of steps done, and that of all steps (0:
+#: unknown).
+Progress = Callable[[str, int, int], object]
 
 
 def measure(
     device: str = "cpu",
     size: BenchmarkSize = FULL,
     threads: int = 1,
-    told: Told = lambda what, done, of: None,
+    progress: Progress = lambda what, done, of: None,
 ) -> Machine:
     """Measure this machine, as seen from one rank.
 
     Args:
         device: ``cpu`` or ``cuda``.
+        size: sizes and rounds of the measurements: ``FULL``, ``QUICK`` or ``SMALLEST``.
         threads: threads of a rank on the CPU.
-        told: called with progress reports.
+        progress: called with progress reports.
     """
     previous = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return _Calibration(device, size, threads, told).machine()
+        return _Calibration(device, size, threads, progress).machine()
     finally:
         torch.set_num_threads(previous)
 
 
 class _Calibration:
-    """Measurements of one machine; ``values`` are the figures so far, by key."""
+    """Measurements of one machine.
 
-    def __init__(self, device: str, size: BenchmarkSize, threads: int, told: Told) -> None:
+    Attributes:
+        base: the default machine of the device; its figures stand for those not measured.
+        values: the figures measured so far, by key of the machine file.
+        ranks: number of ranks that this host has room for.
+        groups: numbers of ranks between which collectives are measured.
+    """
+
+    def __init__(self, device: str, size: BenchmarkSize, threads: int, progress: Progress) -> None:
         self.base = default_machine(device)
-        self.device, self.size, self.threads, self._told = device, size, threads, told
+        self.device, self.size, self.threads, self._progress = device, size, threads, progress
         self.values: dict[str, float] = {}
         cores = len(os.sched_getaffinity(0))
         self.ranks = torch.cuda.device_count() if device == "cuda" else max(cores // threads, 1)
@@ -262,6 +301,7 @@ class _Calibration:
         )
 
     def _source(self) -> str:
+        """Describe the origin of the measured figures."""
         threads = f", {self.threads} thread(s) a rank" if self.device == "cpu" else ""
         return (
             f"lazygt calibrate {VERSION} with torch {torch.__version__} on "
@@ -277,8 +317,9 @@ class _Calibration:
         clock = EventClock() if self.device == "cuda" else HostClock(self.threads)
 
         def device_for(measurement: str) -> Device:
-            self._told(measurement, 0, 0)
-            return Device(self.device, clock, self.size, lambda: self._told(measurement, 0, 0))
+            """Return the device, which reports the progress of this measurement."""
+            self._progress(measurement, 0, 0)
+            return Device(self.device, clock, self.size, lambda: self._progress(measurement, 0, 0))
 
         launch_seconds = device_benchmarks.launch(device_for("an op"))
         memory = device_benchmarks.memory(device_for("memory"), launch_seconds)._asdict()
@@ -301,12 +342,12 @@ class _Calibration:
         }
 
     def _ranges(self) -> None:
-        """Note the ranges of measured sizes."""
+        """Record the ranges of measured sizes, beyond which predictions are extrapolations."""
         device = Device(self.device, HostClock(), self.size)
         products = [device.scale * each for shape in self.size.products for each in shape]
         ranges: dict[str, Sequence[int]] = {
             "products": products,
-            "bytes": device_benchmarks.moved(device),
+            "bytes": device_benchmarks.addition_bytes(device),
             "payloads": self.size.collectives if self.groups else (),
             "ranks": self.groups,
         }
@@ -326,7 +367,7 @@ class _Calibration:
 
     def _host(self) -> None:
         """Measure recording, launches and messages in a session with one worker."""
-        self._told("messages and recording", 0, 0)
+        self._progress("messages and recording", 0, 0)
         workers = Workers(1, threads=self.threads)
         with Session(workers=workers, device=self.device, compile="off") as session:
             self.values |= host_figures(session, self.size.rounds)
@@ -336,18 +377,19 @@ class _Calibration:
         """Measure collectives between workers, and fit their carriers."""
         if not self.groups:
             return
-        done, total = 0, steps(self.device, self.groups, self.size.collectives)
+        done, total = 0, progress_count(self.device, self.groups, self.size.collectives)
 
         def progress() -> None:
+            """Report one more measurement of collectives."""
             nonlocal done
             done += 1
-            self._told("collectives", done, total)
+            self._progress("collectives", done, total)
 
-        self._told("collectives", 0, total)
+        self._progress("collectives", 0, total)
         base = self.base.collectives
         base_carriers = {"local": base.local, "sockets": base.sockets}
         slopes = {name: carrier[0].each for name, carrier in base_carriers.items() if carrier}
-        measured = carriers(
+        measured = fit_carriers(
             self.device, self.groups, self.size.collectives, self.size.rounds, slopes,
             self.threads, progress,
         )  # fmt: skip
@@ -355,6 +397,7 @@ class _Calibration:
             self._carrier(name, carrier)
 
     def _carrier(self, name: str, carrier: Carrier) -> None:
+        """Record the figures of a carrier; a missing bound (infinity) has no figure."""
         for index, link in enumerate(carrier):
             for field, value in link._asdict().items():
                 if value != float("inf"):

@@ -73,7 +73,7 @@ class EventClock:
         return milliseconds / 1e3
 
 
-def least(
+def minimum_seconds(
     clock: Clock,
     works: Mapping[K, Work],
     rounds: int,
@@ -85,7 +85,8 @@ def least(
     Disturbances only add time, and last a while: so every work is timed once in each round.
 
     Args:
-        spend: approximate seconds of a work in a round.
+        works: functions to time, by any key.
+        spend: approximate seconds of a work in a round, by which its number of calls is chosen.
         progress: called after each measurement.
     """
     times = {}
@@ -154,9 +155,9 @@ def _law(
 
 
 class ExchangeFit(NamedTuple):
-    """Timed collective; ``sent``: bytes that each rank sends."""
+    """Timed collective."""
 
-    sent: float
+    sent: float  # bytes that each rank sends
     ranks: int
     seconds: float
 
@@ -165,6 +166,7 @@ def fit_carrier(rows: Sequence[ExchangeFit], slope: float) -> Carrier:
     """Fit latency and bandwidth, in two pieces by payload size if that halves the maximum error.
 
     Args:
+        rows: collectives timed on one carrier (such as sockets).
         slope: seconds for each rank beyond the second, used if only two ranks were timed.
     """
     single = _link(rows, slope)
@@ -181,7 +183,11 @@ def fit_carrier(rows: Sequence[ExchangeFit], slope: float) -> Carrier:
 
 
 def _link(rows: Sequence[ExchangeFit], slope: float) -> LinkFigures:
-    """Fit latency, seconds a rank and seconds a byte by least squares of relative errors, >= 0."""
+    """Fit latency, seconds a rank and seconds a byte: non-negative least squares, relative errors.
+
+    Args:
+        slope: seconds a rank, if all rows have the same number of ranks.
+    """
     several = len({row.ranks for row in rows}) > 1
     known_slope = 0.0 if several else slope
     matrix = np.array([[1.0, row.ranks - 2 if several else 0.0, row.sent] for row in rows])
@@ -234,7 +240,7 @@ class BenchmarkSize(NamedTuple):
     """Sizes and rounds of measurements.
 
     Attributes:
-        rounds, spend: see ``least``.
+        rounds, spend: see ``minimum_seconds``.
         products: (m, n, k) of matmuls on a CPU.
         on_gpus: factor of these sizes on a GPU.
         cached, large: bytes of an operand that fits into the cache, and of one that does not.
@@ -291,21 +297,28 @@ class Device:
         """Bytes of an operand that does not fit into the cache."""
         return self.size.large * self.scale
 
-    def least(self, works: dict[str, Work]) -> dict[str, float]:
-        return least(self.clock, works, self.size.rounds, self.size.spend, self.progress)
+    def minimum_seconds(self, works: dict[str, Work]) -> dict[str, float]:
+        """Return the minimum seconds of each work on this device."""
+        return minimum_seconds(self.clock, works, self.size.rounds, self.size.spend, self.progress)
 
     def ones(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a tensor of ones on this device."""
         return torch.ones(shape, dtype=dtype, device=self.type)
 
 
 def launch(device: Device) -> float:
     """Measure the launch: seconds of an op with almost no work."""
     a, out = device.ones(4), device.ones(4)
-    return device.least({"launch": lambda: torch.add(a, a, out=out)})["launch"]
+    return device.minimum_seconds({"launch": lambda: torch.add(a, a, out=out)})["launch"]
 
 
-def matmuls(device: Device, launched: float, units: int) -> MatmulLaw:
-    """Measure matmuls of several sizes and dtypes, and fit their cost model."""
+def matmuls(device: Device, launch_seconds: float, units: int) -> MatmulLaw:
+    """Measure matmuls of several sizes and dtypes, and fit their cost model.
+
+    Args:
+        launch_seconds: time of a launch, which is subtracted.
+        units: number of tiles that the device computes at once.
+    """
     shapes = [tuple(device.scale * size for size in shape) for shape in device.size.products]
     works = {
         f"{name} {m} {n} {k}": _product(device, dtype, m, n, k)
@@ -313,30 +326,32 @@ def matmuls(device: Device, launched: float, units: int) -> MatmulLaw:
         for m, n, k in shapes
     }
     rows = []
-    for key, seconds in device.least(works).items():
+    for key, seconds in device.minimum_seconds(works).items():
         name, *shape = key.split()
         m, n, k = map(int, shape)
-        rows.append(ProductFit(name, m, n, k, _without_launch(seconds, launched)))
+        rows.append(ProductFit(name, m, n, k, _without_launch(seconds, launch_seconds)))
     return fit_matmul(rows, units)
 
 
 def _product(device: Device, dtype: torch.dtype, m: int, n: int, k: int) -> Work:
+    """Return a function that multiplies an [m, k] by a [k, n] matrix."""
     a, b = device.ones(m, k, dtype=dtype), device.ones(k, n, dtype=dtype)
     out = device.ones(m, n, dtype=dtype)
     return lambda: torch.mm(a, b, out=out)
 
 
-def pointwise(device: Device, launched: float) -> dict[str, float]:
+def pointwise(device: Device, launch_seconds: float) -> dict[str, float]:
     """Measure the elements per second of each family of pointwise ops, with cached operands."""
     elements = device.cached // 4
-    seconds_of_family = device.least(dict(_families(device, elements)))
+    seconds_of_family = device.minimum_seconds(dict(_families(device, elements)))
     return {
-        family: elements / _without_launch(seconds, launched)
+        family: elements / _without_launch(seconds, launch_seconds)
         for family, seconds in seconds_of_family.items()
     }
 
 
 def _families(device: Device, elements: int) -> Iterator[tuple[str, Work]]:
+    """Yield an op of each family of pointwise ops, on operands of so many elements."""
     x, out = device.ones(elements), device.ones(elements)
     rows = x.view(-1, math.gcd(elements, 256))
     width = (rows.shape[1],)
@@ -357,20 +372,20 @@ class MemoryFigures(NamedTuple):
     fresh_bandwidth: float | None
 
 
-def memory(device: Device, launched: float) -> MemoryFigures:
+def memory(device: Device, launch_seconds: float) -> MemoryFigures:
     """Measure the bandwidth of memory and cache by additions of operands of many sizes."""
     sizes = _operands(device)
     operands = {size: [device.ones(size // 4) for _ in range(3)] for size in sizes}
     works: dict[str, Work] = {str(size): _addition(*operands[size]) for size in sizes}
     a, b, _ = operands[device.large]
-    if device.type == "cpu":
+    if device.type == "cpu":  # a result in new memory, of which the kernel first clears the pages
         works["fresh"] = lambda: torch.add(a, b)
-    seconds = device.least(works)
+    seconds = device.minimum_seconds(works)
     fresh_bandwidth = None
     if device.type == "cpu":
         fresh_bandwidth = device.large / max(seconds["fresh"] - seconds[str(device.large)], 1e-9)
-    bandwidth, cache, cached = by_size(
-        {3 * size: 3 * size / _without_launch(seconds[str(size)], launched) for size in sizes}
+    bandwidth, cache, cached = split_at_cache(
+        {3 * size: 3 * size / _without_launch(seconds[str(size)], launch_seconds) for size in sizes}
     )
     return MemoryFigures(bandwidth, cache, cached, fresh_bandwidth)
 
@@ -383,12 +398,12 @@ def _operands(device: Device) -> list[int]:
     return [*sizes, device.large]
 
 
-def moved(device: Device) -> list[int]:
+def addition_bytes(device: Device) -> list[int]:
     """Return the bytes that each measured addition reads and writes."""
     return [3 * size for size in _operands(device)]
 
 
-def by_size(rates: Mapping[int, float]) -> tuple[float, float, float]:
+def split_at_cache(rates: Mapping[int, float]) -> tuple[float, float, float]:
     """Split measured rates at the cache: (memory bandwidth, cache size, cache bandwidth).
 
     The cache is the largest size with a rate above the geometric mean of both bandwidths.
@@ -405,6 +420,6 @@ def _addition(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Work:
     return lambda: torch.add(a, b, out=out)
 
 
-def _without_launch(seconds: float, launched: float) -> float:
+def _without_launch(seconds: float, launch_seconds: float) -> float:
     """Subtract the launch from a time; at least a tenth of the time remains."""
-    return max(seconds - launched, seconds / 10)
+    return max(seconds - launch_seconds, seconds / 10)

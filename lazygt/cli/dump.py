@@ -78,26 +78,26 @@ def dump(
     if stage not in STAGES:
         fail(context, f"there is no stage {stage!r}, only {', '.join(STAGES)}")
     settings = planned_on(context, {"keep_stages": stage != "plan"}, mesh, machine)
-    ran = run(context, script, inline, settings)
-    built = _built(ran)
+    script_run = run(context, script, inline, settings)
+    built = _built(script_run)
     if everything and plan is None:
-        _print_all(ran.sessions, stage)
+        _print_all(script_run.sessions, stage)
     elif built:
         number = _number(context, built, plan)
         _print_plan(*built[number], number, stage)
         if plan is None and len(built) > 1:
             typer.echo(f"# plan {number} of {len(built)} ran the most ops; --plan NUMBER prints "
                        f"another, --all prints them all")  # fmt: skip
-    elif plan is not None and not ran.failed:
+    elif plan is not None and not script_run.failed:
         fail(context, f"there is no plan {plan}, the script built none")
-    if not built and not ran.failed:
+    if not built and not script_run.failed:
         typer.echo(NO_PLAN)
-    finish(ran)
+    finish(script_run)
 
 
-def _built(ran: ScriptRun) -> list[tuple[Session, PlanRecord]]:
+def _built(script_run: ScriptRun) -> list[tuple[Session, PlanRecord]]:
     """List the plans of a script, in the order of their numbers, with their sessions."""
-    return [(session, entry) for session in ran.sessions for entry in session.entries()]
+    return [(session, entry) for session in script_run.sessions for entry in session.entries()]
 
 
 def _number(
@@ -106,6 +106,10 @@ def _number(
     """Return the number of the requested plan; by default that of the one that ran the most ops.
 
     Ends the command if there is no such plan.
+
+    Args:
+        built: the plans of the script.
+        number: the option ``--plan``.
     """
     if number is None:
         ran = [len(entry.plan.steps.graph.nodes) * max(entry.runs, 1) for _, entry in built]
@@ -318,8 +322,8 @@ def viz(
     """
     _check(context, output, stage, collapse)
     settings = planned_on(context, {"keep_stages": stage != "plan"}, mesh, machine)
-    ran = run(context, script, inline, settings)
-    built = _built(ran)
+    script_run = run(context, script, inline, settings)
+    built = _built(script_run)
     if built:
         number = _number(context, built, plan)
         session, entry = built[number]
@@ -333,9 +337,9 @@ def viz(
         except (LazyGTError, OSError) as error:
             fail(context, str(error))
         typer.echo(f"plan {number} of {len(built)} ({_ops(graph)}) drawn to {output}")
-    elif not ran.failed:
+    elif not script_run.failed:
         fail(context, NO_PLAN)
-    finish(ran)
+    finish(script_run)
 
 
 def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> None:
@@ -358,9 +362,11 @@ def _check(context: typer.Context, output: Path, stage: str, collapse: str) -> N
 
 
 def _graph(session: Session, plan: Plan, stage: str) -> Graph | None:
+    """Return a plan's graph at a stage; None if it did not go through it."""
     return plan.graph if stage == "plan" else dict(session.stages(plan)).get(stage)
 
 
 def _ops(graph: Graph) -> str:
+    """Return the number of ops as text; a fused group counts as its members."""
     ops = sum(1 if node.body is None else len(node.body.nodes) for node in graph.nodes)
     return count(ops, "op")

@@ -9,7 +9,7 @@ import typer
 
 from lazygt.cli.script import AsJson, Claims, Plot, check_output, fail, show, show_json
 from lazygt.graph.comm_volume import TransformerStep
-from lazygt.observe.traffic import VolumeReport, judged, parse_volume_claim
+from lazygt.observe.traffic import VolumeReport, check_claims, parse_volume_claim
 from lazygt.serving.planning import plan
 from lazygt.serving.stages import parse_duration
 
@@ -88,7 +88,7 @@ def comm(
     _check(context, step)
     volumes = step.volumes()
     try:
-        remarks = judged(volumes, [parse_volume_claim(text) for text in claim or ()])
+        remarks = check_claims(volumes, [parse_volume_claim(text) for text in claim or ()])
     except ValueError as error:
         fail(context, f"--claim: {error}")
     report = VolumeReport(step, (dtype, activation_dtype), volumes, remarks)

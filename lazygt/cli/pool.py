@@ -141,6 +141,7 @@ def token() -> None:
 
 
 def _ring(context: typer.Context, directory: Path | None) -> Keyring:
+    """Open the keys of a folder, by default this user's; ends the command if they are unsafe."""
     try:
         return Keyring(directory or keys_directory())
     except (SecurityError, OSError) as error:
@@ -258,7 +259,12 @@ def _request(
     directory: Path | None,
     call: Callable[[Pool], Any],
 ) -> Any:
-    """Connect to a pool with a key, and return the result of ``call``."""
+    """Connect to a pool with a key, and return the result of ``call``.
+
+    Args:
+        key: key file.
+        directory: folder with this user's keys, if no key file is named.
+    """
     if key is not None and directory is not None:
         fail(context, "say who you are with --key FILE or with --keys FOLDER, not both")
     try:

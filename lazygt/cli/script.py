@@ -21,12 +21,12 @@ import typer
 from rich.console import Console, RenderableType
 from typer.core import TyperCommand
 
-from lazygt.config import OF_POOLS, cache_setting
+from lazygt.config import POOL_SETTINGS, cache_setting
 from lazygt.errors import MachineError
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import machine_of
 from lazygt.printing.plots import missing
-from lazygt.session import Session, overseen
+from lazygt.session import Session, intercepted_sessions
 
 #: Matches an import of lazygt: such a script opens its sessions itself.
 _IMPORTS_LAZYGT = re.compile(r"^\s*(from\s+|import\s([^#\n]*,)?\s*)lazygt\b", re.MULTILINE)
@@ -47,7 +47,7 @@ def run_script(
     args: Sequence[str] = (),
     inline: bool = False,
     settings: Mapping[str, Any] = _NO_SETTINGS,
-    opened: Callable[[Session], object] = lambda session: None,
+    on_session_opened: Callable[[Session], object] = lambda session: None,
 ) -> ScriptRun:
     """Run a script, inside a session if it opens none of its own. Its errors are printed.
 
@@ -57,15 +57,15 @@ def run_script(
         inline: run the plans of a script that opens no session in this process.
         settings: settings forced upon every session of the script. A ``mesh`` replaces the script's
             workers, or its mesh if that has the same axes.
-        opened: called with each new session.
+        on_session_opened: called with each new session.
     """
     sessions: list[Session] = []
 
     def register(session: Session) -> None:
         sessions.append(session)
-        opened(session)
+        on_session_opened(session)
 
-    with overseen(lambda options: forced_upon(options, settings), register):
+    with intercepted_sessions(lambda options: forced_settings(options, settings), register):
         failed = _run(script, args, inline)
     return ScriptRun(sessions, failed)
 
@@ -83,7 +83,7 @@ class _ScriptSession(Session):
         super().__exit__(kind, error, trace)
 
 
-def forced_upon(options: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str, Any]:
+def forced_settings(options: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a session's settings with the forced ones, which win.
 
     Raises:
@@ -91,7 +91,7 @@ def forced_upon(options: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[s
     """
     settings = {**options, **forced}
     if "launcher" in forced:  # no pool is used
-        for name in OF_POOLS & settings.keys():
+        for name in POOL_SETTINGS & settings.keys():
             del settings[name]
     if "mesh" not in forced:
         return settings
@@ -111,7 +111,7 @@ def forced_upon(options: Mapping[str, Any], forced: Mapping[str, Any]) -> dict[s
 
 
 def _run(script: Path, args: Sequence[str], inline: bool) -> bool:
-    """Run the script, and return whether it failed."""
+    """Run the script as ``__main__`` with its arguments, and return whether it failed."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
@@ -128,14 +128,14 @@ def _run(script: Path, args: Sequence[str], inline: bool) -> bool:
         sys.stderr.write("interrupted; what follows is what was seen until then\n")
         return True
     except Exception as error:  # noqa: BLE001 - any error of the script is shown as its own
-        traceback.print_exception(type(error), error, _of_script(error.__traceback__, script))
+        traceback.print_exception(type(error), error, _script_frames(error.__traceback__, script))
         return True
     finally:
         sys.argv, sys.path[:] = argv, path
     return False
 
 
-def _of_script(trace: TracebackType | None, script: Path) -> TracebackType | None:
+def _script_frames(trace: TracebackType | None, script: Path) -> TracebackType | None:
     """Return the traceback from the script's first frame on; all of it without such a frame."""
     frame = trace
     while frame is not None and frame.tb_frame.f_code.co_filename != str(script):
@@ -199,16 +199,16 @@ class ScriptCommand(TyperCommand):
             if option.param_type_name == "option"
             for name in (*option.opts, *option.secondary_opts)
         }
-        return super().parse_args(ctx, own_first(args, options))
+        return super().parse_args(ctx, command_options_first(args, options))
 
 
-def own_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
+def command_options_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
     """Return ``args`` with the command's own options in front; a first ``--`` ends them.
 
     Options match by their full name only, so the script's options are never split.
 
     Args:
-        options: by name.
+        options: the command's options, by each of their names.
     """
     own_args: list[str] = []
     script_args: list[str] = []
@@ -233,7 +233,7 @@ def own_first(args: list[str], options: Mapping[str, Option]) -> list[str]:
 def planned_on(
     context: typer.Context, settings: Mapping[str, Any], mesh: str | None, machine: str | None
 ) -> Mapping[str, Any]:
-    """Return the settings of sessions on a mesh, which are dry then, and on a machine.
+    """Return the settings of sessions on a mesh and a machine; on a mesh they are dry.
 
     Ends the command if the mesh or the machine is invalid.
     """
@@ -259,17 +259,17 @@ def run(
     script: Path,
     inline: bool,
     settings: Mapping[str, Any] | None = None,
-    opened: Callable[[Session], object] = lambda session: None,
+    on_session_opened: Callable[[Session], object] = lambda session: None,
 ) -> ScriptRun:
     """Run the script of a command; ends the command if the file does not exist.
 
     Args:
         settings: of every session that the script opens.
-        opened: called with each of them.
+        on_session_opened: called with each of them.
     """
     if not script.is_file():
         fail(context, f"there is no file {script}")
-    return run_script(script, context.args, inline, settings or {}, opened)
+    return run_script(script, context.args, inline, settings or {}, on_session_opened)
 
 
 def check_output(context: typer.Context, path: Path | None, plot: bool = False) -> None:
@@ -302,9 +302,9 @@ def show_json(data: object, indent: int | None = None) -> None:
     typer.echo(json.dumps(data, indent=indent))
 
 
-def finish(ran: ScriptRun) -> None:
+def finish(script_run: ScriptRun) -> None:
     """End the command with exit code 1 if the script failed."""
-    if ran.failed:
+    if script_run.failed:
         raise typer.Exit(1)
 
 

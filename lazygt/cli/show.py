@@ -57,29 +57,29 @@ def explain(
     the cost of alternatives. A failing script is explained up to its error, with exit code 1.
     """
     settings = planned_on(context, DRY, mesh, machine)
-    ran = run(context, script, True, settings)
+    script_run = run(context, script, True, settings)
     runs: list[Runs] = []
     first_plan = 0
-    for session in ran.sessions:
+    for session in script_run.sessions:
         runs += runs_of(session, first_plan)
         first_plan += len(session.entries())
     report = report_of(runs, alternatives=True)
     if report.plans:
-        show(Text(_DRY + (_FAILED if ran.failed else ""), style="italic"), report)
-    elif not ran.failed:
+        show(Text(_DRY + (_FAILED if script_run.failed else ""), style="italic"), report)
+    elif not script_run.failed:
         typer.echo(NO_PLAN)
-    finish(ran)
+    finish(script_run)
 
 
 def why(context: typer.Context, script: Script, inline: Inline = False) -> None:
     """Run an unchanged script and report the causes of its flushes and of its new plans."""
-    ran = run(context, script, inline)
-    for number, session in enumerate(ran.sessions):
+    script_run = run(context, script, inline)
+    for number, session in enumerate(script_run.sessions):
         stats = session.stats()
         typer.echo(f"session {number}: {stats['ops_recorded']} ops recorded, "
                    f"{stats['plans_built']} plans built, {stats['plan_hits']} hits")  # fmt: skip
         typer.echo(why_of(session))
-    finish(ran)
+    finish(script_run)
 
 
 def profile(
@@ -97,11 +97,11 @@ def profile(
     check_output(context, output)
     timeline = Timeline()
     with ExitStack() as profiles:
-        ran = run(
+        script_run = run(
             context,
             script,
             inline,
-            opened=lambda session: profiles.enter_context(profile_of(session, timeline)),
+            on_session_opened=lambda session: profiles.enter_context(profile_of(session, timeline)),
         )
     try:
         timeline.save(output)
@@ -118,7 +118,7 @@ def profile(
         )
     for activity, times, seconds in timeline.beside():
         typer.echo(f"  {seconds * 1e3:10.3f} ms  {times:6} times  {activity}")
-    finish(ran)
+    finish(script_run)
 
 
 # -- ``lazygt log``: summary of an instruction log -------------------------------------------------
@@ -158,6 +158,7 @@ def log(
 
 
 def _totals_table(name: str, totals: Sequence[Total], most: int) -> PlainTable:
+    """Build the table of totals by a name, with ``most`` rows at most."""
     table = PlainTable(f"by {name}", ">messages", ">bytes", ">ms", ">ms each")
     for total in totals[:most]:
         mean = total.milliseconds / total.count

@@ -43,19 +43,19 @@ from lazygt.observe.timeline import Timeline, profile
 from lazygt.session import Session
 from lazygt.simulation import DRY, Prediction, check, predict
 from lazygt.simulation.program import DryRun
-from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
+from lazygt.simulation.suggest import UNCHANGED, Trial, run_trials, trials
 from lazygt.sweeps import (
     Combination,
-    Ground,
     ProgramFailed,
     Row,
     Sweep,
+    SweepSetup,
     Window,
     combinations,
     is_knob,
     matching,
     parsed,
-    rows_of,
+    run_combinations,
 )
 from lazygt.sweeps.running import sweep_title
 
@@ -86,6 +86,10 @@ def on_gpus(
     """Return the settings of a dry session on the requested ranks, with the machine's device.
 
     Ends the command if the options are invalid, or contradict each other.
+
+    Args:
+        settings: further settings.
+        gpus, hosts, mesh, machine: the command's options.
     """
     if gpus is None and hosts is not None:
         fail(context, "--hosts says where GPUs are: give --gpus, too, such as --gpus 8xB200")
@@ -132,8 +136,8 @@ def simulate(
     check_output(context, output)
     settings = on_gpus(context, DRY, gpus, hosts, mesh, machine)
     recording = DryRun()
-    with AS_IT_IS.made() as overrides:
-        ran = run(context, script, True, settings, recording.opened)
+    with UNCHANGED.applied() as overrides:
+        script_run = run(context, script, True, settings, recording.on_session_opened)
     by_session: list[Prediction | None] = []
     for session, living in recording.observed:
         try:
@@ -141,14 +145,14 @@ def simulate(
             by_session.append(step)
         except ValueError as error:  # the session has run nothing
             by_session.append(None)
-            if len(recording.observed) == 1 and not ran.failed:
+            if len(recording.observed) == 1 and not script_run.failed:
                 fail(context, str(error))
     predictions = [prediction for prediction in by_session if prediction is not None]
-    if suggest and predictions and not ran.failed:
+    if suggest and predictions and not script_run.failed:
         longest = max(predictions, key=lambda prediction: prediction.step_seconds)
         changes = trials(longest.mesh, overrides.calls > 0, context.args)
         rerun = partial(_predict_changed, script, context.args, settings, compiled)
-        with_suggestions = replace(longest, tries=lambda: tried(changes, rerun))
+        with_suggestions = replace(longest, tries=lambda: run_trials(changes, rerun))
         _ = with_suggestions.suggestions  # computes them: they are printed only if they are cached
         predictions[predictions.index(longest)] = with_suggestions
     for prediction in predictions:
@@ -160,9 +164,9 @@ def simulate(
         longest = max(predictions, key=lambda prediction: prediction.step_seconds)
         longest.save(output)
         typer.echo(f"timeline written to {output}; open it at https://ui.perfetto.dev")
-    if checked and predictions and not ran.failed:
-        ran = _check(context, script, settings.get("mesh"), by_session)
-    finish(ran)
+    if checked and predictions and not script_run.failed:
+        script_run = _check(context, script, settings.get("mesh"), by_session)
+    finish(script_run)
 
 
 def _predict_changed(
@@ -180,9 +184,9 @@ def _predict_changed(
     changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
     args = arguments if trial.arguments is None else trial.arguments
     recording = DryRun()
-    with trial.made(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        ran = run_script(script, args, True, changed, recording.opened)
-    if ran.failed or not recording.observed:
+    with trial.applied(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        script_run = run_script(script, args, True, changed, recording.on_session_opened)
+    if script_run.failed or not recording.observed:
         raise ValueError(f"with {trial.what} the script fails")
     return recording.longest(compiled)
 
@@ -200,12 +204,12 @@ def _check(
     settings = {"compile": "off", **({} if mesh is None else {"mesh": mesh})}
     timelines: list[Timeline] = []
 
-    def opened(session: Session) -> None:
+    def on_session_opened(session: Session) -> None:
         timelines.append(Timeline())
         profiles.enter_context(profile(session, timelines[-1]))
 
     with ExitStack() as profiles:
-        ran = run(context, script, True, settings, opened=opened)
+        script_run = run(context, script, True, settings, on_session_opened=on_session_opened)
     for prediction, timeline in zip(by_session, timelines, strict=False):
         if prediction is None:
             continue
@@ -214,7 +218,7 @@ def _check(
         except ValueError as error:
             fail(context, str(error))
         typer.echo(f"\n{comparison}")
-    return ran
+    return script_run
 
 
 # -- ``lazygt sweep``: a script with every combination of knobs, measured or simulated -------------
@@ -278,10 +282,10 @@ def sweep(
     if not simulated:
         settings = {key: settings[key] for key in ("mesh",) if key in settings}
     capacity = None if memory is None else memory * 1e9
-    ground = Ground(settings, simulated, capacity, Window(warmup, measured, profiled))
-    rows, interrupted = _rows(script, context.args[len(knob_args) :], combos, ground)
+    setup = SweepSetup(settings, simulated, capacity, Window(warmup, measured, profiled))
+    rows, interrupted = _rows(script, context.args[len(knob_args) :], combos, setup)
     if rows:
-        title = sweep_title(script.name, len(combos), ground)
+        title = sweep_title(script.name, len(combos), setup)
         result = Sweep(title, rows, baseline_index if baseline_index < len(rows) else 0, target)
         _print(context, result, csv, plot, as_json)
     if interrupted:
@@ -293,6 +297,7 @@ def sweep(
 def _print(
     context: typer.Context, result: Sweep, csv: Path | None, plot: Path | None, as_json: bool
 ) -> None:
+    """Print a sweep, and write its files; ends the command if one can't be written."""
     if as_json:
         show_json(result.as_json(), indent=2)
     else:
@@ -310,24 +315,25 @@ def _print(
 
 
 def _rows(
-    script: Path, arguments: Sequence[str], combos: Sequence[Combination], ground: Ground
+    script: Path, arguments: Sequence[str], combos: Sequence[Combination], setup: SweepSetup
 ) -> tuple[list[Row], bool]:
     """Run all combinations; return the finished rows, and whether the user interrupted."""
     rows: list[Row] = []
     with _progress() as bar, _recorded_interrupts() as interrupts:
-        task = bar.add_task("", total=len(combos) * ground.ticks, what="")
-        ground = replace(ground, tick=lambda: bar.advance(task))
+        task = bar.add_task("", total=len(combos) * setup.ticks, what="")
+        setup = replace(setup, tick=lambda: bar.advance(task))
         run = _Running(script, arguments, interrupts, lambda text: bar.update(task, what=text))
         try:
-            for row in rows_of(combos, run, ground):
+            for row in run_combinations(combos, run, setup):
                 rows.append(row)
-                bar.update(task, completed=len(rows) * ground.ticks)
+                bar.update(task, completed=len(rows) * setup.ticks)
         except KeyboardInterrupt:
             return rows, True
     return rows, False
 
 
 def _progress() -> Progress:
+    """Return a progress bar of steps on the terminal's error stream; none without a terminal."""
     return Progress(
         BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn(),
         TextColumn("{task.fields[what]}"),
@@ -352,20 +358,23 @@ class _Running:
         self,
         combo: Combination,
         settings: Mapping[str, Any],
-        opened: Callable[[Session], object],
+        on_session_opened: Callable[[Session], object],
     ) -> None:
         self.show(str(combo))
         passed = [text for knob, value in combo.passed.items() for text in (f"--{knob}", value)]
         with tempfile.TemporaryFile("w+") as output:
             with redirect_stdout(output), redirect_stderr(output):
-                ran = run_script(self.script, [*self.arguments, *passed], True, settings, opened)
+                script_run = run_script(
+                    self.script, [*self.arguments, *passed], True, settings, on_session_opened
+                )
             if self.interrupts:  # the script may have caught KeyboardInterrupt
                 raise KeyboardInterrupt
-            if ran.failed:
+            if script_run.failed:
                 raise ProgramFailed(_last_line(output))
 
 
 def _last_line(output: IO[str]) -> str:
+    """Return the last line of a script's output, or a substitute."""
     output.seek(0)
     lines = [line.strip() for line in output.read().splitlines() if line.strip()]
     return lines[-1] if lines else "the script failed, and says not why"

@@ -55,7 +55,7 @@ def create_file(name: str, nbytes: int) -> int:
     return fd
 
 
-def memory_of(fd: int) -> int:
+def memfd_bytes(fd: int) -> int:
     """Return the bytes of memory in use by a memfd: written pages, without holes."""
     return os.fstat(fd).st_blocks * 512
 
@@ -242,7 +242,11 @@ def _opened(path: Path, flags: int, mode: int) -> int:
 
 
 def _check_file(path: Path, status: os.stat_result, writes: bool) -> None:
-    """Raise PermissionError for no regular file, another user's, or hard links if it is written."""
+    """Raise PermissionError for no regular file, another user's, or hard links if it is written.
+
+    Args:
+        writes: the file will be written.
+    """
     if not stat.S_ISREG(status.st_mode):
         raise PermissionError(f"{path} is no file: remove it, or name another place")
     _check_owner(path, status)

@@ -1,7 +1,4 @@
-"""Facts from procfs and cgroups: processes, cores, memory left, OOM kills.
-
-They are processes' times and states (proc(5)), the cores that they may use up, the memory left, and
-whether a process was ended for want of memory.
+"""Facts from procfs and cgroups: states and times of processes, cores, memory left, OOM kills.
 
 Out of memory the kernel sends SIGKILL, as anybody may. But it counts the processes that it kills:
 in the memory cgroup of the process, and on the whole machine.
@@ -26,8 +23,6 @@ def start_directory() -> str | None:
 
     It is another one only if this process's own was removed: in a removed folder torch can't load
     its own libraries.
-
-
     """
     try:
         os.getcwd()
@@ -64,9 +59,7 @@ def hide() -> None:
     """Make the kernel refuse other processes of this user access to this one.
 
     That covers its memory, its descriptors and its environment, through ``/proc`` or as a debugger
-    (prctl(2)).
-
-    Root keeps its access.
+    (prctl(2)). Root keeps its access.
 
     Raises:
         OSError: the kernel does not support this.
@@ -205,6 +198,7 @@ class OOMKills:
         return more
 
     def _count(self) -> int:
+        """Return the number of OOM kills so far, of the innermost scope that counts them."""
         for path in self._counter_files():
             try:
                 match = _COUNT.search(path.read_text())
@@ -269,11 +263,13 @@ def memory_left(root: Path = Path("/")) -> int:
     """Return the bytes that this process may still take, by machine and cgroups."""
     match = _AVAILABLE.search((root / "proc/meminfo").read_text())
     machine = int(match[1]) << 10 if match else 0
-    rooms = [room for cgroup in _cgroups(root, "memory") if (room := _room(cgroup)) is not None]
-    return min([machine, *rooms])
+    cgroup_bytes = [
+        free for cgroup in _cgroups(root, "memory") if (free := _free_bytes(cgroup)) is not None
+    ]
+    return min([machine, *cgroup_bytes])
 
 
-def _room(cgroup: Path) -> int | None:
+def _free_bytes(cgroup: Path) -> int | None:
     """Return the bytes left in one cgroup, of either version, with reclaimable file cache."""
     try:
         if (cgroup / "memory.max").exists():

@@ -60,6 +60,7 @@ def _far(row: Outside) -> float:
 
 
 def _of_nodes(machine: Machine, graph: Graph) -> Iterator[Outside]:
+    """Yield the rows of a graph's ops, and of those inside fused groups."""
     metas = graph.values
     for number, (node, cost) in enumerate(zip(graph.nodes, graph_costs(graph), strict=True)):
         nbytes = cost.bytes
@@ -99,6 +100,7 @@ def _of_product(
 def _of_collectives(
     ranges: Mapping[str, Range], sent: Iterable[Communication]
 ) -> Iterator[Outside]:
+    """Yield the rows of collectives: payloads and numbers of ranks."""
     for exchange in sent:
         kind, line = exchange.kind, exchange.source
         yield from _outside_range(ranges, "payloads", kind, line, exchange.nbytes, "B")
@@ -112,6 +114,9 @@ def _outside_range(
 
     Sizes below the range count for products only; others cost a launch or a latency, which are
     calibrated.
+
+    Args:
+        what: one of ``model.RANGES``.
     """
     calibrated = ranges.get(what)
     least = 0.0 if calibrated is None or what != "products" else calibrated.least

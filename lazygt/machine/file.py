@@ -92,6 +92,7 @@ class _Reader:
         self.sources: dict[str, str] = {}
 
     def machine(self) -> Machine:
+        """Read and check the whole document."""
         version = self.document.get("version")
         self._require(
             type(version) is int and version == VERSION,
@@ -121,6 +122,7 @@ class _Reader:
             raise MachineError(self.path, key, problem)
 
     def _text(self, key: str, value: Any) -> str:
+        """Check that a value is a text, and return it."""
         self._require(isinstance(value, str) and value, key, f"{_shown(value)}: expected a text")
         return str(value)
 
@@ -139,6 +141,7 @@ class _Reader:
                 yield key, value
 
     def _figure(self, key: str, entry: Any) -> Figure:
+        """Check the entry of a figure: its key, fields, unit, origin and bounds."""
         pattern = re.sub(r"\[\d+\]", "[]", key)
         if pattern not in FIGURES and pattern not in _LINKS:
             similar = difflib.get_close_matches(pattern, [*FIGURES, *sorted(_LINKS)], 1, 0.6)
@@ -176,6 +179,7 @@ class _Reader:
         return Figure(float(value), basis, source)
 
     def _check_complete(self, figures: Mapping[str, Figure]) -> None:
+        """Check that all required figures are there."""
         for key, expected in FIGURES.items():
             present = not expected.needed or key in figures
             self._require(present, key, f"missing: {_range(expected)}; {expected.about}")
@@ -203,6 +207,7 @@ class _Reader:
             )
 
     def _check_carrier(self, carrier: str, figures: Mapping[str, Figure]) -> None:
+        """Check a carrier's entries: complete, and with ascending bounds but for the last."""
         entries = len(self.document["collectives"].get(carrier, ()))
         bound = 0.0
         for index in range(entries):
@@ -218,6 +223,7 @@ class _Reader:
                 bound = limit.value
 
 
+#: Keys of lists of links, of the figures in them, and of all sections.
 _CARRIERS = {f"collectives.{carrier}" for carrier in CARRIERS}
 _LINKS = {f"{carrier}[].{name}" for carrier in _CARRIERS for name in LINK}
 _SECTIONS = {
@@ -244,6 +250,7 @@ def _rounded(value: float) -> str:
 
 
 def _range(expected: Quantity) -> str:
+    """Describe the plausible range of a figure."""
     return f"expected {expected.least:g} to {expected.most:g} {expected.unit}"
 
 
@@ -280,6 +287,7 @@ def _sort_key(key: str) -> tuple[int, str, int]:
 
 
 def _figure_text(figure: Figure, expected: Quantity) -> str:
+    """Return a figure as a TOML inline table."""
     rest = {"unit": expected.unit, "basis": figure.basis, "source": figure.source}
     fields = [f"value = {_number_text(figure.value)}"]
     fields += [f"{name} = {_quoted(text)}" for name, text in rest.items()]

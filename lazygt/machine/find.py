@@ -81,7 +81,7 @@ def on_hosts(machine: Machine, mesh: VirtualMesh, ranks: Sequence[int]) -> Machi
     if sum(ranks) != mesh.workers.world_size:
         raise ValueError(f"hosts of {list(ranks)} workers are not those of the mesh {mesh.workers}")
     host_of = [host for host, count in enumerate(ranks) for _ in range(count)]
-    shares = {}
+    shares = {}  # axis that crosses hosts -> least share of a group's ranks on one host
     for axis in mesh.ranks.names:
         groups = [[host_of[mesh.worker(r)] for r in group] for group in mesh.ranks.lines(axis)]
         share = min(max(Counter(group).values()) / len(group) for group in groups)
@@ -102,6 +102,7 @@ def _with_ranks(machine: Machine, ranks: int) -> Machine:
 
 @cache
 def _shipped(name: str) -> Machine:
+    """Read a machine that is shipped with lazygt, once."""
     return replace(read(FOLDER / f"{name}.toml"), path="")
 
 
@@ -144,26 +145,26 @@ class Gpus(NamedTuple):
             raise ValueError(f"{text} names a machine, and {machine} is another: give one of them")
         named = named or machine
         if hosts is not None:
-            named = _on_hosts(count, named, hosts)
+            named = _machine_for_hosts(count, named, hosts)
         elif named is not None:
             machine_of(named)
         return Gpus(count, named)
 
-    def mesh(self, given: str | None = None) -> str:
-        """Return the mesh of these ranks: ``given``, or all ranks on the axis ``data``.
+    def mesh(self, text: str | None = None) -> str:
+        """Return the mesh of these ranks: that of the text, or all ranks on the axis ``data``.
 
         Raises:
-            ValueError: ``given`` is invalid, or has another number of ranks.
+            ValueError: the text is invalid, or has another number of ranks.
         """
-        if given is None:
+        if text is None:
             return f"{_AXIS}={self.ranks}"
-        mesh = Mesh.parse(given)
+        mesh = Mesh.parse(text)
         if mesh.world_size != self.ranks:
             raise ValueError(
                 f"the mesh {mesh} is of {mesh.world_size} ranks, and there are {self.ranks} GPUs: "
                 f"its sizes have to multiply to {self.ranks}, as {_AXIS}={self.ranks} does"
             )
-        return given
+        return text
 
 
 def requested(
@@ -172,7 +173,12 @@ def requested(
     mesh: Mapping[str, int] | str | None,
     machine: str | os.PathLike[str] | None,
 ) -> tuple[str | None, str | None]:
-    """Return the mesh and the machine of a program that should run on GPUs, if any are named.
+    """Resolve the arguments of a program that should run on GPUs to its mesh and its machine.
+
+    Args:
+        gpus, hosts: see ``Gpus.parse``; None: the mesh and the machine are returned as they are.
+        mesh: the mesh; None: all GPUs on one axis.
+        machine: an argument of ``machine_of``.
 
     Raises:
         MachineError, ValueError: see ``Gpus``; or there are hosts without GPUs.
@@ -187,7 +193,7 @@ def requested(
     return mesh_text, machine_text
 
 
-def _on_hosts(count: int, machine: str | None, hosts: int) -> str:
+def _machine_for_hosts(count: int, machine: str | None, hosts: int) -> str:
     """Return the name of the machine with ``count / hosts`` ranks on a host: ``b200@4``."""
     if machine is None:
         raise ValueError("which hosts? name their machine, as in 8xB200")

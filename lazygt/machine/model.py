@@ -137,7 +137,8 @@ class LinkFigures(NamedTuple):
         return self.start(ranks) + sent / self.bandwidth
 
 
-#: Links by payload size, ascending; the last one has no bound.
+#: Way on which bytes of collectives travel (see ``CARRIERS``): its links by payload size, in
+#: ascending order; the last one has no bound.
 Carrier = tuple[LinkFigures, ...]
 
 
@@ -203,7 +204,7 @@ class Machine:
     name: str
     device: str  # ``cpu`` or ``cuda``
     about: str
-    figures: Mapping[str, Figure]  # by key, such as ``memory.bandwidth``; ``schema`` has them all
+    figures: Mapping[str, Figure]  # by key, such as ``memory.bandwidth``; ``FIGURES`` has them all
     sources: Mapping[str, str]  # name -> origin of the measurement, or the datasheet
     path: str = ""  # path of its file; empty for a shipped machine
     #: axis of a mesh that crosses hosts -> share of its ranks on one host (see ``on_hosts``)
@@ -216,6 +217,7 @@ class Machine:
 
     @cached_property
     def _along(self) -> Mapping[str, Machine]:
+        """Machine for collectives along each axis that crosses hosts."""
         return {axis: replace(self, shares={}, share=share) for axis, share in self.shares.items()}
 
     @cached_property
@@ -224,6 +226,7 @@ class Machine:
 
     @cached_property
     def matmul(self) -> Matmul:
+        """Throughput of matrix products, by dtype."""
         rates = {d: self.figures[f"matmul.rate.{d}"].value for d in DTYPES if self.has("rate", d)}
         peaks = {d: self.figures[f"matmul.peak.{d}"].value for d in DTYPES if self.has("peak", d)}
         return Matmul(rates, peaks, **self._section("matmul"))
@@ -243,6 +246,7 @@ class Machine:
 
     @cached_property
     def collectives(self) -> Collectives:
+        """Carriers, from figures such as ``collectives.local[0].latency``."""
         links: dict[str, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
         for key, figure in self.figures.items():
             if match := _CARRIER.fullmatch(key):
@@ -255,7 +259,7 @@ class Machine:
 
     @cached_property
     def ranges(self) -> Mapping[str, Range]:
-        """Measured sizes by quantity (``schema.RANGES``).
+        """Measured sizes by quantity (``RANGES``).
 
         Quantities without a range, as those of datasheets, are missing.
         """

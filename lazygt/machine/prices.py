@@ -18,8 +18,12 @@ _ROUNDS, _SKEW = 3, 2
 def collective_seconds(machine: Machine, kind: str, nbytes: int, ranks: int) -> float:
     """Return the seconds of one collective between ranks of a host.
 
-    The payload is that of ``Communication``. The ranks are on several hosts if the machine's
-    ``share`` is below 1. A collective on one rank takes no time.
+    The ranks are on several hosts if the machine's ``share`` is below 1. A collective on one rank
+    takes no time.
+
+    Args:
+        kind: such as ``all_reduce``, as in ``Communication``.
+        nbytes: payload, as in ``Communication``.
     """
     if ranks == 1:
         return 0.0
@@ -34,7 +38,7 @@ def collective_seconds(machine: Machine, kind: str, nbytes: int, ranks: int) -> 
     return link.seconds(sent, ranks)
 
 
-def line_seconds(machine: Machine, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
+def axis_group_seconds(machine: Machine, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
     """Return the seconds of one collective between ranks of a mesh.
 
     Consecutive ranks share a host, up to the machine's ranks per host.
@@ -53,6 +57,11 @@ def _between_hosts(machine: Machine, kind: str, nbytes: int, ranks: int, ranks_h
 
     Every rank has its own link into the network, so as many rings run in parallel as the group has
     ranks on a host (``ranks_here``); they are no faster than a ring inside a host.
+
+    Args:
+        nbytes: payload, as in ``Communication``.
+        ranks: number of ranks.
+        ranks_here: ranks on the host with the most of them.
     """
     sent = ring_bytes(kind, nbytes, ranks)
     link = link_for(machine.collectives.network, sent)
@@ -73,6 +82,9 @@ def matmul_seconds(machine: Machine, dtype: str, m: int, n: int, k: int, batch: 
     Roofline with tile quantization: results are computed in full tiles, ``units`` at a time, and
     each tile costs ``depth`` additional steps of the sum. The result is at least the time in which
     memory moves the operands and results.
+
+    Args:
+        dtype: a name such as ``bf16``, see ``machine.model.DTYPES``.
     """
     model = machine.matmul
     flops = tiled_flops(
@@ -87,7 +99,11 @@ def tiled_flops(
     tile_rows: float, tile_columns: float, units: float, depth: float, m: int, n: int, k: int,
     batch: int = 1,
 ) -> float:  # fmt: skip
-    """Return the flops of ``batch`` products of [m, k] and [k, n] in full tiles and rounds."""
+    """Return the flops of ``batch`` products of [m, k] and [k, n] in full tiles and rounds.
+
+    Args:
+        tile_rows, tile_columns, units, depth: see ``machine.model.FIGURES``.
+    """
     tiles = batch * math.ceil(m / tile_rows) * math.ceil(n / tile_columns)
     rounds = math.ceil(tiles / units) * units
     return 2 * rounds * tile_rows * tile_columns * (k + depth)

@@ -44,6 +44,7 @@ from lazygt.native.fit import (
     write_record,
 )
 
+#: Receiver of lines of progress.
 Say = Callable[[str], None]
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 #: Memory of the compiler for a file that includes torch's headers.
@@ -79,6 +80,7 @@ def build(say: Say) -> Build:
 
 
 def _build(builds: Path, facts: Facts, say: Say) -> Build:
+    """Compile and link a build in a temporary folder, and rename it into the folder of builds."""
     compiler = require_compiler()
     temporary = make_folder(builds / f".building-{secrets.token_hex(8)}")
     try:
@@ -134,7 +136,14 @@ def _build_lock(directory: Path) -> Iterator[None]:
 
 
 def _compile_all(path: str, objects: Path, facts: Facts, say: Say) -> list[Path]:
-    """Compile the source files without a cached object; return the objects of all files."""
+    """Compile the source files without a cached object; return the objects of all files.
+
+    Args:
+        path: the compiler.
+        objects: folder of cached objects.
+        facts: facts of the build, which are part of an object's key.
+        say: called with a line of progress.
+    """
     shared = repr((facts.torch, facts.python, flags(), path)).encode()
     objects_of = {}
     for unit in units():
@@ -174,6 +183,11 @@ def _jobs(files: int) -> int:
 
 
 def _compile(path: str, unit: Path, target: Path) -> None:
+    """Compile a source file to an object, atomically.
+
+    Args:
+        path: the compiler.
+    """
     include = Path(torch.__file__).parent / "include"
     python = sysconfig.get_path("include")
     system = (include, include / "torch/csrc/api/include", python, f"{python}/internal")
@@ -196,6 +210,7 @@ def _link(path: str, objects: list[Path], target: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
+    """Run a compiler; BuildError, with its first error, if it fails."""
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
         lines = [line for line in process.stderr.splitlines() if "error:" in line] or ["no message"]

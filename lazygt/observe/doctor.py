@@ -40,7 +40,7 @@ class Check:
 
 
 def report(open_session: SessionFactory | None = None) -> list[Check]:
-    """Run all checks of this machine, and return the findings in reading order.
+    """Run all checks of this machine (the functions below), and return their findings.
 
     Args:
         open_session: opens a session with one worker, as `lazygt.session` does. Without it no
@@ -54,6 +54,7 @@ def report(open_session: SessionFactory | None = None) -> list[Check]:
 
 
 def python() -> Check:
+    """Check the version of Python, and the platform."""
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < OLDEST_PYTHON:
         return Check("python", "fail", detail, "lazygt needs Python 3.11 or newer")
@@ -63,6 +64,7 @@ def python() -> Check:
 
 
 def torch_version() -> Check:
+    """Check the version of torch."""
     if version_of(torch.__version__) < OLDEST_TORCH:
         return Check("torch", "fail", torch.__version__, "install torch 2.11 or newer")
     return Check("torch", "ok", torch.__version__)
@@ -75,6 +77,7 @@ def version_of(text: str) -> tuple[int, int]:
 
 
 def cuda() -> Check:
+    """Check whether torch sees the GPUs that the driver knows."""
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         advice = why_none() if host_gpus() else ""
@@ -85,11 +88,13 @@ def cuda() -> Check:
 
 
 def gpu(index: int) -> str:
+    """Describe a GPU: index, name and memory."""
     facts = torch.cuda.get_device_properties(index)
     return f"{index}: {facts.name}, {gib(facts.total_memory)}"
 
 
 def collectives() -> Check:
+    """Check the backends of collectives: NCCL for several GPUs."""
     gpus = torch.cuda.device_count()
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     detail = "sockets and shared memory of this host, which only you can reach"
@@ -101,6 +106,7 @@ def collectives() -> Check:
 
 
 def compiler() -> Check:
+    """Check for a C++ compiler."""
     if path := build.compiler():
         return Check("compiler", "ok", path)
     advice = "install g++ or clang++, or set CXX: without one no plan can be compiled for the CPU"
@@ -117,7 +123,7 @@ def recorder() -> Check:
 
 
 def plan_code() -> Check:
-    """Check the code that runs plans after their first run, for workers like this process."""
+    """Check the code, native or Python, that runs plans after their first run on workers."""
     wanted = Config.load().plan_code
     loaded = native.load()
     if wanted == "native" and loaded.module is None:
@@ -129,6 +135,7 @@ def plan_code() -> Check:
 
 
 def cores() -> Check:
+    """Check the usable cores against the container's quota."""
     usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     detail = f"{usable} of {there} usable, load {os.getloadavg()[0]:.1f}"
     quota = cpu_quota()
@@ -144,6 +151,7 @@ def cores() -> Check:
 
 
 def threads() -> Check:
+    """Check torch's number of threads against the cores."""
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "MKL_NUM_THREADS")
     variables = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     detail = (
@@ -155,6 +163,7 @@ def threads() -> Check:
 
 
 def memory() -> Check:
+    """Check the available memory."""
     available = available_memory()
     if available is None:
         return Check("memory", "warn", "unknown", "/proc/meminfo can't be read")
@@ -191,6 +200,7 @@ def read_words(path: str) -> list[str]:
 
 
 def memfd() -> Check:
+    """Check for anonymous memory files, by which large tensors are shared."""
     try:
         os.close(os.memfd_create("lazygt-doctor"))
     except (AttributeError, OSError) as error:
@@ -200,6 +210,7 @@ def memfd() -> Check:
 
 
 def pidfd() -> Check:
+    """Check for process descriptors, by which the end of a worker is noticed."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:

@@ -45,6 +45,7 @@ class Runs(NamedTuple):
     """A graph with the number of its runs; on a mesh, rank 0's.
 
     Attributes:
+        times: number of runs.
         before: the graph before the fuse pass, if known.
         collectives: collectives of one run.
         decided: decisions on the placements, if known; see ``lazygt.passes.sharding``.
@@ -64,7 +65,7 @@ class Runs(NamedTuple):
 def explain(what: Graph | Plan | Session, machine: str | os.PathLike[str] | None = None) -> Report:
     """Report costs and fused groups of one run of a graph or plan.
 
-    A session's report covers all runs so far of all plans that it keeps.
+    A session's report covers all runs so far of all plans in its cache.
 
     No sync point. Print the report; a notebook shows tables.
 
@@ -155,6 +156,7 @@ def report_of(runs: Iterable[Runs], alternatives: bool = False) -> Report:
 
 
 def _name(plan: Plan) -> str:
+    """Return the beginning of a plan's digest."""
     return plan.digest.hex()[:12]
 
 
@@ -164,6 +166,7 @@ def _is_bookkeeping(node: Node) -> bool:
 
 
 def _summary_lines(plans: list[PlanCost], runs: list[Runs]) -> tuple[str, ...]:
+    """Return the sentences above the tables."""
     run_count = sum(plan.runs for plan in plans)
     meshes = [of_plan.mesh for of_plan in runs if of_plan.mesh is not None]
     mesh_lines = [
@@ -207,6 +210,7 @@ def _scaled(cost: Cost, times: int) -> Cost:
 
 
 def _plan_cost(runs: Runs) -> PlanCost:
+    """Sum the costs of one run of a graph."""
     graph = runs.graph
     costs = [
         each
@@ -309,10 +313,10 @@ def _collectives(runs: Runs) -> list[CollectiveRow]:
     return summed(rows, "times", "nbytes", "ring", "seconds")
 
 
-def _seconds(machine: Machine, what: Communication) -> float:
+def _seconds(machine: Machine, collective: Communication) -> float:
     """Estimate the seconds of a collective."""
-    along = machine.along(what.mesh_dim)
-    return collective_seconds(along, what.kind, what.nbytes, what.ranks)
+    along = machine.along(collective.mesh_dim)
+    return collective_seconds(along, collective.kind, collective.nbytes, collective.ranks)
 
 
 def _outside(runs: Runs) -> Iterator[Outside]:

@@ -99,6 +99,7 @@ def _scales(costs: Mapping[str, Cost]) -> dict[str, float]:
 
 
 def _node_label(data: Mapping[str, Any], scale: float) -> Label:
+    """Return the label of an input, an op or an output, by its node's attributes."""
     op, note = data["op"], data["meta"]
     text = op
     tip: tuple[str, ...] = (op, note)
@@ -119,7 +120,14 @@ def _node_label(data: Mapping[str, Any], scale: float) -> Label:
 
 
 def _box_label(title: str, members: list[dict[str, Any]], cost: Cost, scale: float) -> Label:
-    """Return the label of a box, in the colour of its most expensive member's family."""
+    """Return the label of a box, in the colour of its most expensive member's family.
+
+    Args:
+        title: the user's line, or ``fused``.
+        members: attributes of the nodes inside.
+        cost: sum of their costs.
+        scale: see ``Label``.
+    """
     costliest = max(members, key=lambda data: data["cost"].flops + data["cost"].bytes)
     colour, mark = COLOURS[costliest["family"]], _frame_mark(members)
     if costliest["kind"] != "op":
@@ -260,7 +268,14 @@ def to_html(drawing: nx.DiGraph, paths: Paths, title: str, opened: Collection[st
     box_labels = labels(drawing, paths)
 
     def arrange(nodes: Iterable[str], depth: int, parent: int) -> list[list[int]]:
-        """Lay out the boxes at a depth of the paths, and those inside each, recursively."""
+        """Add the boxes around nodes at a depth of their paths, and those inside, recursively.
+
+        Args:
+            parent: number of the box around them; -1 at the top.
+
+        Returns:
+            The numbers of the boxes, in rows from top to bottom.
+        """
         box_of = {node: (*paths[node], node)[depth] for node in nodes}
         level = quotient(drawing, box_of)
         for name in level:

@@ -93,7 +93,11 @@ class _Drawing:
             self._edge(self.producers[value], f"out{number}", value, self.metas[value])
 
     def _node(self, name: str, node: Node, number: int, costs: list[Cost]) -> None:
-        """Add a node of the graph, or the members of a fused one."""
+        """Add a node of the graph, or the members of a fused one, with edges from its operands.
+
+        Args:
+            costs: of the node, or of each member.
+        """
         if node.body is not None:
             self._members(name, node, node.body, costs)
             return
@@ -103,9 +107,15 @@ class _Drawing:
         self.producers.extend([name] * len(node.results))
 
     def _members(self, group: str, node: Node, body: Graph, costs: list[Cost]) -> None:
-        """Add the members of a fused node, with edges to the producers of its operands."""
+        """Add the members of a fused node, with edges to the producers of its operands.
+
+        Args:
+            group: id of the fused node.
+            costs: of each member.
+        """
         self.drawing.graph["groups"].append(group)
         outer, metas = list(node.refs()), body.values
+        #: id of each value's producer in the body's own numbering, in which operands come first
         producers = [self.producers[value] for value in outer]
         for number, member in enumerate(body.nodes):
             name = f"{group}.{number}"
@@ -119,6 +129,7 @@ class _Drawing:
     def _op(
         self, name: str, node: Node, graph: Graph, number: int, cost: Cost, group: str | None
     ) -> None:
+        """Add an op; ``group`` is the id of its fused node."""
         metas = ", ".join(map(_text, node.results)) or "no result"
         self._add(name, node.op, family(node), metas, graph.line(number), cost, node.dynamic, group)
         self.drawing.nodes[name]["backward"] = graph.origin(number) in self.backward
@@ -134,6 +145,7 @@ class _Drawing:
         sync: bool = False,
         group: str | None = None,
     ) -> None:
+        """Add a node with all attributes of ``to_networkx``."""
         kind = op if op in ("input", "output") else "op"
         self.drawing.add_node(
             name, kind=kind, op=op, family=family, line=line, meta=meta, cost=cost,
@@ -142,6 +154,7 @@ class _Drawing:
         )  # fmt: skip
 
     def _edge(self, source: str, target: str, value: int, meta: TensorMeta | None) -> None:
+        """Add a value to the edge between two nodes."""
         old = self.drawing.get_edge_data(source, target, {"values": (), "meta": ""})
         metas = ", ".join(text for text in (old["meta"], _text(meta)) if text)
         self.drawing.add_edge(source, target, values=(*old["values"], value), meta=metas)
@@ -202,6 +215,7 @@ def _draw_nodes(dot: graphviz.Digraph, paths: Paths, node_labels: Mapping[str, L
 
 
 def _draw_each(dot: graphviz.Digraph, names: list[str], node_labels: Mapping[str, Label]) -> None:
+    """Draw nodes with their labels into a graph or a frame."""
     for name in names:
         label = node_labels[name]
         attributes = {
@@ -241,6 +255,7 @@ def _quoted(name: str) -> str:
 
 
 def _legend_table(colours: Mapping[str, str]) -> str:
+    """Return the legend as a label in Graphviz's HTML."""
     cells = "".join(f'<td bgcolor="{colour}">{name}</td>' for name, colour in colours.items())
     table = f'<table border="0" cellborder="1" cellspacing="2"><tr>{cells}</tr></table>'
     rows = f"<tr><td>{table}</td></tr><tr><td>{_FRAMES}</td></tr>"
@@ -310,6 +325,7 @@ def _with_graphviz(source: str, path: Path) -> bytes:
 def _page(
     graph: Graph, collapse: Collapse, title: str, mesh: Mesh | None, backward: Collection[int]
 ) -> str:
+    """Return the HTML page; drawn op by op, its fused groups are open."""
     drawing = to_networkx(graph, mesh, backward)
     by_line = _is_by_line(drawing, collapse)
     opened = () if by_line else drawing.graph["groups"]

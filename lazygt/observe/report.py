@@ -47,10 +47,10 @@ class PlanCost(NamedTuple):
     name: str
     runs: int
     ops: int
-    groups: int
+    groups: int  # fused groups
     cost: Cost
-    inputs: int
-    peak: int
+    inputs: int  # bytes of the inputs
+    peak: int  # maximum bytes alive
 
 
 class Fused(NamedTuple):
@@ -179,12 +179,13 @@ class Report(Printed):
             yield from section(title, table)
 
     def _lines(self) -> PlainTable:
+        """Build the table of costs by line, with a total."""
         total = self.total
         table = PlainTable(
             "line", ">ops", ">launches", ">flops", ">share", ">read", ">written", ">share", ">peak",
             SOURCE, spare=(">read", ">written", ">launches", ">ops"), truncated=SOURCE,
             rows=(
-                (shown(line), ops, *_amounts(cost, total), _bytes(peak),
+                (short_line(line), ops, *_amounts(cost, total), _bytes(peak),
                  truncated(code_at(line), _MAX_TEXT))
                 for line, ops, cost, peak in self.lines
             ),
@@ -194,6 +195,7 @@ class Report(Printed):
         return table
 
     def _plans(self) -> PlainTable:
+        """Build the table of plans."""
         return PlainTable(
             "plan", ">runs", ">ops", ">groups", ">launches", ">flops", ">read", ">written",
             ">inputs", ">peak", spare=(">groups", ">inputs", ">read", ">written"),
@@ -205,42 +207,47 @@ class Report(Printed):
         )  # fmt: skip
 
     def _fused(self) -> PlainTable:
+        """Build the table of fused groups."""
         return PlainTable(
             ">runs", ">ops", "members", "line", ">bytes saved", ">gain",
             rows=(
-                (runs, len(members), names(members), shown(line), _bytes(saved), duration(gain))
+                (runs, len(members), names(members), short_line(line), _bytes(saved),
+                 duration(gain))
                 for runs, members, line, saved, gain in self.fused
             ),
         )  # fmt: skip
 
     def _unfused(self) -> PlainTable:
+        """Build the table of ops that are not fused, with reasons."""
         return PlainTable(
             ">runs", ">ops", "members", "line", "why",
             rows=(
-                (runs, len(members), names(members), shown(line), reason)
+                (runs, len(members), names(members), short_line(line), reason)
                 for runs, members, line, reason in self.unfused
             ),
         )  # fmt: skip
 
     def _collectives(self) -> PlainTable:
+        """Build the table of collectives."""
         return PlainTable(
             ">runs", ">count", "collective", ">payload", ">ring a rank", "axis", ">ranks", ">time",
             "line", "why",
             rows=(
                 (row.runs, row.times, collective_name(row.kind, row.reduce_op), _bytes(row.nbytes),
-                 _bytes(row.ring), row.axis, row.ranks, duration(row.seconds), shown(row.line),
+                 _bytes(row.ring), row.axis, row.ranks, duration(row.seconds), short_line(row.line),
                  row.why)
                 for row in self.collectives
             ),
         )  # fmt: skip
 
     def _alternatives(self) -> PlainTable:
+        """Build the table of programs without some of the collectives."""
         return PlainTable(
             ">runs", ">count", "collective", ">payload", "axis", ">time", ">without it", "line",
             "comes of", "instead",
             rows=(
                 (row.runs, row.times, row.kind, _bytes(row.nbytes), row.axis, duration(row.seconds),
-                 "-" if row.extra is None else _signed(row.extra), shown(row.line), row.cause,
+                 "-" if row.extra is None else _signed(row.extra), short_line(row.line), row.cause,
                  "nothing: the annotations force it" if row.extra is None else row.instead)
                 for row in self.alternatives
             ),
@@ -282,7 +289,7 @@ def outside_table(rows: Iterable[Outside]) -> PlainTable:
     return PlainTable(
         "what", "farthest", ">size", ">calibrated", ">count", "line",
         rows=(
-            (row.what, row.op, row.size, row.measured, f"{row.times:,}", shown(row.line))
+            (row.what, row.op, row.size, row.measured, f"{row.times:,}", short_line(row.line))
             for row in rows
         ),
     )  # fmt: skip
@@ -300,7 +307,7 @@ def names(ops: Iterable[str]) -> str:
     return truncated(text, _MAX_TEXT)
 
 
-def shown(line: str) -> str:
+def short_line(line: str) -> str:
     """Shorten ``file:line``: relative to the current folder, or to ``site-packages``."""
     try:
         folder = os.getcwd() + os.sep

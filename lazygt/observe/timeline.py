@@ -72,11 +72,11 @@ class Flight(NamedTuple):
     """A collective of a timed run, from its launch to its wait.
 
     Attributes:
-        launched, waited: begin and end of its launch and of its wait, in nanoseconds; ``waited`` is
+        launched, waited: (begin, end) of its launch and of its wait, in nanoseconds; ``waited`` is
             None for a blocking collective.
     """
 
-    what: Communication
+    collective: Communication
     launched: tuple[int, int]
     waited: tuple[int, int] | None
 
@@ -153,13 +153,13 @@ _TRACKS = {_RECORDING: "recording", _MESSAGES: "messages", _COMPILES: "compiles"
 
 
 class TimedRun(NamedTuple):
-    """A timed run of one worker. ``lines`` gives the user's line of each step of its plan."""
+    """A timed run of one worker."""
 
-    pid: int
-    track: int
-    number: int
+    pid: int  # the worker's process
+    track: int  # the worker's track in the timeline
+    number: int  # number of the run
     plan: Plan | None
-    lines: Callable[[], Sequence[str]]
+    lines: Callable[[], Sequence[str]]  # returns the user's line of each step of the plan
     timings: Timings
 
 
@@ -197,8 +197,8 @@ class Timeline:
         """The timed runs, in order of arrival."""
         return self._runs
 
-    def session(self) -> int:
-        """Return a new number for a session that draws into this timeline."""
+    def new_session_number(self) -> int:
+        """Return the next number, from 0, for a session that draws into this timeline."""
         self._sessions += 1
         return self._sessions - 1
 
@@ -286,11 +286,13 @@ class Timeline:
         return True
 
     def _micro(self, at: int) -> float:
+        """Return a time in microseconds since the timeline began."""
         return (at - self.begin) / 1e3
 
     def _span_event(
         self, pid: int, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]
     ) -> dict[str, Any]:
+        """Return the event of a box from ``begin`` to ``end``, in nanoseconds."""
         return box(pid, track, name, self._micro(begin), (end - begin) / 1e3, args)
 
     def _run_events(self, run: TimedRun) -> Iterable[dict[str, Any]]:
@@ -340,7 +342,7 @@ class TimelineProbe(Observer):
         self.interval = self._previous.interval
         self._pid = os.getpid()
         self._pids = tuple(client.link.pids)
-        self._session = timeline.session()
+        self._session = timeline.new_session_number()
         self._attached_at = self._last_flush_end = time.monotonic_ns()
 
     def attach(self) -> None:
@@ -372,9 +374,10 @@ class TimelineProbe(Observer):
             yield
         finally:
             if recent and recent[-1] is not last:
-                self._flushed(recent[-1], begin, time.monotonic_ns())
+                self._draw_flush(recent[-1], begin, time.monotonic_ns())
 
-    def _flushed(self, flush: Flush, begin: int, end: int) -> None:
+    def _draw_flush(self, flush: Flush, begin: int, end: int) -> None:
+        """Draw the recording since the last flush, the flush, and the tail of its run's arrow."""
         about = {
             "line": expand(flush.call_site), "ops": flush.ops, "run": flush.run, "hit": flush.hit,
             "plan": None if flush.digest is None else flush.digest.hex()[:12],
@@ -386,7 +389,7 @@ class TimelineProbe(Observer):
         )
         self._last_flush_end = end
 
-    def did(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
+    def record(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
         """Draw a phase of a flush, from ``begin`` to now."""
         self._span(_RECORDING, what, begin, time.monotonic_ns(), args)
 
@@ -407,7 +410,12 @@ class TimelineProbe(Observer):
     def ran(
         self, rank: int, run: int, entry: PlanRecord | None, describe: Any, timings: Timings
     ) -> None:
-        """Draw a timed run of a rank."""
+        """Draw a timed run of a rank.
+
+        Args:
+            entry: the run's plan; None: it had none.
+            describe: the ops of the run, for the user's lines.
+        """
         plan: Plan | None = None
         lines: Callable[[], Sequence[str]] = tuple  # without a plan there are no steps
         if entry is not None:
@@ -438,10 +446,12 @@ class TimelineProbe(Observer):
     def _on_worker(
         self, rank: int, name: str, begin: int, end: int, args: Mapping[str, Any]
     ) -> None:
+        """Draw a span on the track of a worker."""
         track = self._track(_WORKERS) + rank
         self.timeline.span(self._pids[rank], track, name, begin, end, args)
 
     def _span(self, track: int, name: str, begin: int, end: int, args: Mapping[str, Any]) -> None:
+        """Draw a span on one of the client's tracks."""
         self.timeline.span(self._pid, self._track(track), name, begin, end, args)
 
     def _track(self, track: int) -> int:

@@ -27,7 +27,7 @@ FIELDS: Mapping[str, type | tuple[type, ...]] = {
 
 
 class LoggedMessage(NamedTuple):
-    """A line of a log; the fields are those of ``InstructionLog``."""
+    """A line of a log; ``InstructionLog``, its writer, describes the fields."""
 
     t: float
     direction: str
@@ -78,6 +78,7 @@ def read_log(path: Path) -> Iterator[LoggedMessage]:
 
 
 def _message(fields: Any) -> LoggedMessage:
+    """Check and convert the object of a line."""
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object with {', '.join(FIELDS)}, not {fields!r:.60}")
     for name, kind in FIELDS.items():
@@ -222,6 +223,7 @@ class VolumeReport(Printed):
         yield from remarks(self.remarks)
 
     def _table(self) -> PlainTable:
+        """Build the table of collectives, with a sum for each kind of parallelism."""
         table = PlainTable(
             "parallelism", ">ranks", "collective", "of", ">count", ">elements each",
             ">logical", ">ring, many ranks", ">ring, a rank",
@@ -236,6 +238,7 @@ class VolumeReport(Printed):
 
 
 def _by_parallelism(volumes: Sequence[Volume]) -> dict[str, list[Volume]]:
+    """Group volumes by kind of parallelism."""
     rows: dict[str, list[Volume]] = {}
     for volume in volumes:
         rows.setdefault(volume.parallelism, []).append(volume)
@@ -252,7 +255,7 @@ def _bytes(volumes: Sequence[Volume]) -> list[str]:
     return [amount(nbytes, "B") for nbytes in sums]
 
 
-def judged(volumes: Sequence[Volume], claims: Sequence[VolumeClaim]) -> tuple[str, ...]:
+def check_claims(volumes: Sequence[Volume], claims: Sequence[VolumeClaim]) -> tuple[str, ...]:
     """Check each claim against the computed bytes, and return a sentence on each.
 
     Raises:
@@ -263,10 +266,10 @@ def judged(volumes: Sequence[Volume], claims: Sequence[VolumeClaim]) -> tuple[st
         if claim.parallelism not in by_parallelism:
             kinds = ", ".join(by_parallelism) or "none"
             raise ValueError(f"a claim of {claim.parallelism!r}: what is exchanged is of {kinds}")
-    return tuple(_judged(by_parallelism[claim.parallelism], claim) for claim in claims)
+    return tuple(_check_claim(by_parallelism[claim.parallelism], claim) for claim in claims)
 
 
-def _judged(volumes: Sequence[Volume], claim: VolumeClaim) -> str:
+def _check_claim(volumes: Sequence[Volume], claim: VolumeClaim) -> str:
     """Match a claim with logical bytes, ring bytes and element counts, and name its mistake."""
     logical, limit, ring = _bytes(volumes)
     claimed = f"{claim.parallelism}={amount(round(claim.nbytes), 'B')}"

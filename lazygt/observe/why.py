@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lazygt.passes.sharding.gathers import Gather
 
 #: Prefix of the reason of a flush for a data-dependent op: ``data-dependent: aten.nonzero...``.
-ASKED = "data-dependent: "
+DATA_DEPENDENT = "data-dependent: "
 
 
 def why(session: Session) -> Why:
@@ -119,9 +119,9 @@ class Why:
     def _fallback_rows(self) -> list[str]:
         """Return rows for data-dependent ops, implicit all-gathers and ops that stay eager."""
         reads = Counter(
-            (flush.reason.removeprefix(ASKED), expand(flush.call_site))
+            (flush.reason.removeprefix(DATA_DEPENDENT), expand(flush.call_site))
             for flush in self.flushes
-            if flush.reason.startswith(ASKED)
+            if flush.reason.startswith(DATA_DEPENDENT)
         )
         rows = [
             f"{count}x {op}  {line}  its result's shape depends on values: shipped and asked"

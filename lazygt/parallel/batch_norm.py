@@ -44,7 +44,7 @@ def local_batch_norm(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
 
 @dataclass(frozen=True)
 class _LocalForward:
-    """Forward of one batch norm, with separate statistics of each block of samples."""
+    """Forward of one batch norm, with separate statistics of each rank's block of samples."""
 
     norm: _BatchNorm
     mesh_dim: str

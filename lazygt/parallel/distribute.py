@@ -63,16 +63,20 @@ def redistribute(t: torch.Tensor, placements: UserPlacements) -> torch.Tensor:
 
 
 def with_sharding(
-    t: LazyTensor, sharding: Sharding, with_gradient: bool = True, behind: Sharding | None = None
+    t: LazyTensor,
+    sharding: Sharding,
+    with_gradient: bool = True,
+    grad_sharding: Sharding | None = None,
 ) -> LazyTensor:
     """Return ``t`` annotated with a sharding; a fixed one also holds for its gradient.
 
     Args:
-        behind: sharding of the gradient for the ops that computed ``t``; None: the same.
+        with_gradient: the gradient of the result has the sharding, too, if it is fixed.
+        grad_sharding: sharding of the gradient for the ops that computed ``t``; None: as it comes.
     """
     if meta_of(t).extent < t.numel():
         t = t.contiguous()  # type: ignore[assignment]  # an expanded tensor, in which elements share memory
-    annotated: LazyTensor = _Annotate.apply(t, sharding, with_gradient, behind)  # type: ignore[no-untyped-call]
+    annotated: LazyTensor = _Annotate.apply(t, sharding, with_gradient, grad_sharding)  # type: ignore[no-untyped-call]
     return annotated
 
 
@@ -118,7 +122,12 @@ def placements_for(
 
 
 def _placement(name: str, ndim: int, user_placement: Any, axis: str, mesh: Mesh) -> Placement:
-    """Check and convert one placement; only Replicate and Shard are stored."""
+    """Check and convert one placement; only Replicate and Shard are stored.
+
+    Args:
+        name: the tensor's name in errors.
+        ndim: the tensor's number of dims.
+    """
     try:
         placement = as_placement(user_placement, ndim)
     except ValueError as error:
@@ -131,8 +140,8 @@ def _placement(name: str, ndim: int, user_placement: Any, axis: str, mesh: Mesh)
     return placement
 
 
-def own_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
-    """Return the parameter, if its sharding can be changed.
+def shardable_parameter(name: str, parameter: torch.Tensor) -> LazyTensor:
+    """Return the parameter, after checks that its sharding can be changed.
 
     Raises:
         ValueError: the parameter is not on the workers, or is a view of another tensor.
@@ -164,11 +173,15 @@ class _Annotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, t: LazyTensor, sharding: Sharding, with_gradient: bool, behind: Sharding | None
+        ctx: Any,
+        t: LazyTensor,
+        sharding: Sharding,
+        with_gradient: bool,
+        grad_sharding: Sharding | None,
     ) -> LazyTensor:
-        ctx.sharding, ctx.with_gradient, ctx.behind = sharding, with_gradient, behind
+        ctx.sharding, ctx.with_gradient, ctx.grad_sharding = sharding, with_gradient, grad_sharding
         owner, meta = storage_of(t).owner, without_offset(meta_of(t))
-        with owner.lock:
+        with owner.lock:  # record the annotation as an op, and create a tensor for its result
             annotated = owner.show(record_place(t, meta, sharding), meta)
         storage_of(annotated).placed = sharding
         return annotated
@@ -178,8 +191,8 @@ class _Annotate(torch.autograd.Function):
         (grad,) = grads
         if ctx.with_gradient and ctx.sharding.fixed:
             grad = with_sharding(grad, ctx.sharding)
-        if ctx.behind is not None:
-            grad = with_sharding(grad, ctx.behind)
+        if ctx.grad_sharding is not None:
+            grad = with_sharding(grad, ctx.grad_sharding)
         return grad, None, None, None
 
 

@@ -1,5 +1,8 @@
 """FSDP: sharded parameters, gathered for their use.
 
+The parameters that are gathered together are a *unit*, as in FSDP2; its *root* is the module around
+them.
+
 lazygt.fully_shard(model)                                # over the axis "data"
 lazygt.fully_shard(model, "shard", wrap="one")           # HSDP: both axes shard the batch
 """
@@ -16,7 +19,7 @@ from torch import nn
 
 from lazygt.graph.mesh import FSDPUnit, Mesh, Placements, Sharding
 from lazygt.graph.placement import Placement, Replicate, Shard, as_placement
-from lazygt.parallel.distribute import own_parameter
+from lazygt.parallel.distribute import shardable_parameter
 from lazygt.parallel.fsdp_module import apply_policy, as_fsdp_module
 from lazygt.parallel.fsdp_overrides import Knobs, Wrap, knobs_for, rewraps
 from lazygt.record.annotate import set_sharding, stored_now
@@ -26,6 +29,7 @@ from lazygt.session import current
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 _LISTS = (nn.ModuleList, nn.Sequential)
+#: Numbers of calls of `fully_shard`, which make the names of units unique.
 _calls = itertools.count()
 
 
@@ -83,7 +87,7 @@ def fully_shard(
 
     Raises:
         ValueError: the mesh has no such axis, the module no repeated blocks, a cap is negative, a
-            parameter is no lazygt tensor of its own, or can't be sharded as requested; no
+            parameter is on another device, or a view, or can't be sharded as requested; no
             parameter has been changed then.
         TypeError: ``module`` is no module.
         NotImplementedError: resharding to a subset of the ranks, or offloading on GPU workers.
@@ -125,7 +129,12 @@ def _check(module: Any, bucket_cap_mb: float | None) -> None:
 
 
 def _axis(mesh_dim: str, submesh: Any, mesh: Mesh) -> str:
-    """Return the axis of the session's mesh along which parameters are sharded."""
+    """Return the axis of the session's mesh along which parameters are sharded.
+
+    Args:
+        mesh_dim, submesh: the arguments ``mesh_dim`` and ``mesh`` of ``fully_shard``.
+        mesh: the session's mesh.
+    """
     if submesh is None:
         mesh.size(mesh_dim)
         return mesh_dim
@@ -169,7 +178,12 @@ def _check_offload(policy: Any, device_type: str) -> None:
 def _unit(
     module: nn.Module, axis: str, cap_mb: float | None, reshards: bool, limit: bool
 ) -> FSDPUnit:
-    """Return the settings of a call's units; each unit is a copy with its own name."""
+    """Return the common settings of a call's units; each unit is a copy with its own name.
+
+    Args:
+        cap_mb, reshards, limit: ``bucket_cap_mb``, ``reshard_after_forward`` and
+            ``limit_all_gathers`` of ``fully_shard``.
+    """
     cap = None if cap_mb is None else round(cap_mb * (1 << 20))
     return FSDPUnit(f"{type(module).__name__}#{next(_calls)}", axis, cap, reshards, limit)
 
@@ -187,19 +201,21 @@ def _new_shardings(
         units: the name of each parameter's unit, by the parameter's name.
 
     Raises:
-        ValueError: a parameter is no lazygt tensor of its own, or can't be sharded as requested.
+        ValueError: a parameter is on another device, or a view, or can't be sharded as requested.
     """
     ignored_ids = set(map(id, ignored))
     return [
         (t, sharder.sharding(name, t, unit._replace(name=f"{unit.name}.{units[name]}")))
         for name, parameter in module.named_parameters()
         if id(parameter) not in ignored_ids
-        and stored_now(t := own_parameter(name, parameter)).unit is None
+        and stored_now(t := shardable_parameter(name, parameter)).unit is None
     ]
 
 
 def _rewrap(module: nn.Module, units: Mapping[str, str], unit: FSDPUnit) -> None:
-    """Move parameters of earlier calls along the same axis to new units; placements stay.
+    """Move parameters of earlier calls along the same axis to new units, for a forced ``wrap``.
+
+    Their placements stay.
 
     Args:
         units: as in ``_new_shardings``.
@@ -242,7 +258,12 @@ class _Sharder(NamedTuple):
         return Sharding(placements, True, None if dim is None else unit)
 
     def _requested_dim(self, name: str, parameter: Any, requested: Any, current: Placements) -> int:
-        """Return the dim of a requested ``Shard``, if it is possible."""
+        """Return the dim of a requested ``Shard``, if it is possible.
+
+        Args:
+            requested: the result of ``placement_of``.
+            current: the parameter's present placements.
+        """
         try:
             placement = as_placement(requested, parameter.dim())
         except ValueError as error:
@@ -266,7 +287,7 @@ def dim_to_shard(
 
 
 def fsdp_units(module: nn.Module, wrap: Wrap) -> dict[str, str]:
-    """Return the unit's name for each parameter's name; ``rest`` outside of all roots.
+    """Return parameter's name -> unit's name: that of the innermost root around it, or ``rest``.
 
     Raises:
         ValueError: see ``fully_shard``.
@@ -354,6 +375,7 @@ def shard_optimizer_state(
                         shard(t, stored_now(parameter))
 
     def shard(t: LazyTensor, parameter_sharding: Sharding) -> None:
+        """Shard a state tensor along the axis, if one of its dims can be."""
         dim = dim_to_shard(tuple(t.shape), parameter_sharding.placements, axis_index, axis_size)
         if dim is not None:
             placements = (

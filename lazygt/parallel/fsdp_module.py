@@ -7,7 +7,7 @@ numbers, or the collectives' backend, raise NotImplementedError.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from lazygt.graph.mesh import FSDPUnit, Sharding
-from lazygt.graph.placement import SingleRank, Unspecified
+from lazygt.graph.placement import Placement, SingleRank, Unspecified
 from lazygt.parallel.distribute import with_sharding
 from lazygt.parallel.fsdp_overrides import forced_reshard
 from lazygt.record.annotate import reduce_as, set_sharding, stored_now
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Slot(NamedTuple):
-    """Attribute of a module with a parameter."""
+    """Attribute of a module that has a parameter; a tied parameter has several slots."""
 
     module: nn.Module
     name: str
@@ -59,12 +59,12 @@ def apply_policy(
     dtype, casts = policy.param_dtype, _Casts(policy.param_dtype, policy.reduce_dtype)
     parameter_ids, modules = set(map(id, parameters)), list(module.modules())
     hooks = [hook for submodule in modules for hook in submodule._forward_pre_hooks.values()]
-    existing_slots = {slot for hook in hooks if isinstance(hook, _Enter) for slot in hook.slots}
+    existing_slots = {slot for hook in hooks if isinstance(hook, _CastHook) for slot in hook.slots}
     for submodule in modules:
         slots = [slot for slot in _slots(submodule, parameter_ids) if slot not in existing_slots]
         if slots and (dtype or policy.reduce_dtype):
-            submodule.register_forward_pre_hook(_Enter(casts, slots), prepend=True)
-            submodule.register_forward_hook(_Leave(casts), always_call=True)
+            submodule.register_forward_pre_hook(_CastHook(casts, slots), prepend=True)
+            submodule.register_forward_hook(_RestoreHook(casts), always_call=True)
         if slots and dtype and policy.cast_forward_inputs and submodule in units:
             cast = _CastInputs(dtype)
             submodule.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
@@ -73,7 +73,7 @@ def apply_policy(
 
 
 def _slots(module: nn.Module, parameter_ids: Collection[int]) -> list[_Slot]:
-    """Return the slots of these parameters in a module and its submodules; all slots if tied."""
+    """Return all slots of these parameters in a module and its submodules."""
     return [
         _Slot(submodule, name)
         for submodule in module.modules()
@@ -87,9 +87,10 @@ def _slots(module: nn.Module, parameter_ids: Collection[int]) -> list[_Slot]:
 
 @dataclass
 class _Casts:
-    """Casts of one call's parameters.
+    """Casts that replace the parameters of one `fully_shard` call while its modules run.
 
     Attributes:
+        param_dtype, reduce_dtype: see `fully_shard`; None: the parameter's.
         running: the outermost running module, and the replaced parameters with their slots.
     """
 
@@ -100,7 +101,7 @@ class _Casts:
     depth: int = 0
 
     def enter(self, module: nn.Module, slots: Collection[_Slot]) -> None:
-        """Replace a module's parameters by casts, unless an outer module is running."""
+        """Replace a module's parameters by casts, unless an outer module has done it."""
         if self.running is not None:
             self.depth += self.running[0] is module
             return
@@ -138,7 +139,7 @@ class _Casts:
         """
         dtype = self.param_dtype or parameter.dtype
         with _disable_current_modes() if is_lazy(parameter) else nullcontext():
-            cast: Tensor = _Cast.apply(parameter, dtype, self.reduce_dtype or dtype)  # type: ignore[no-untyped-call]
+            cast: Tensor = _CastParameter.apply(parameter, dtype, self.reduce_dtype or dtype)  # type: ignore[no-untyped-call]
         return cast
 
 
@@ -150,7 +151,7 @@ def _set(slot: _Slot, value: Tensor) -> None:
         slot.module._flat_weights[index] = value
 
 
-class _Cast(torch.autograd.Function):
+class _CastParameter(torch.autograd.Function):
     """Cast of a parameter; backward reduces the gradient in ``reduce_dtype``."""
 
     @staticmethod
@@ -177,8 +178,8 @@ class _Cast(torch.autograd.Function):
         return with_sharding(grad, Sharding(placements)).to(ctx.dtype), None, None
 
 
-def _gradient_placement(placement: Any) -> Any:
-    """Return the placement of a gradient: free where its parameter is on a single rank."""
+def _gradient_placement(placement: Placement) -> Placement:
+    """Return the placement of a gradient: its parameter's, but open for a single-rank one."""
     return Unspecified() if isinstance(placement, SingleRank) else placement
 
 
@@ -186,7 +187,7 @@ def _gradient_placement(placement: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Enter:
+class _CastHook:
     """Forward pre-hook that casts parameters."""
 
     casts: _Casts
@@ -197,7 +198,7 @@ class _Enter:
 
 
 @dataclass(frozen=True)
-class _Leave:
+class _RestoreHook:
     """Forward hook that restores parameters."""
 
     casts: _Casts
@@ -320,6 +321,7 @@ class FSDPModule:
         """Do nothing: a failed step leaves no state behind."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Reduce to the original class and the state, since `_fsdp_class` is not importable."""
         _, _, *state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
         return _empty, (_plain_class(type(self)),), *state
 
@@ -351,8 +353,8 @@ _UNSUPPORTED = {
 }
 
 
-def _unsupported(name: str, why: str) -> Any:
-    """Return a method that raises NotImplementedError with a reason."""
+def _unsupported(name: str, why: str) -> Callable[..., None]:
+    """Return a method of ``FSDPModule`` that raises NotImplementedError with a reason."""
 
     def refuse(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"{name}() has no meaning for a lazygt module: {why}")
@@ -390,7 +392,7 @@ def _fsdp_class(plain_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def _plain_class(fsdp_class: type) -> type[nn.Module]:
-    """Return the original class of a module."""
+    """Return the original class behind a class of `_fsdp_class`."""
     return cast("type[nn.Module]", fsdp_class.__plain_class__)  # type: ignore[attr-defined]
 
 
@@ -401,7 +403,11 @@ def _empty(plain_class: type[nn.Module]) -> nn.Module:
 
 
 def _sharded(module: nn.Module, recurse: bool) -> Iterator[tuple[LazyTensor, FSDPUnit]]:
-    """Yield the sharded parameters of a module, each with its FSDP unit."""
+    """Yield the sharded parameters of a module, each with its FSDP unit.
+
+    Args:
+        recurse: include those of modules inside that ``fully_shard`` was called on.
+    """
     fsdp_children = [
         child for child in module.modules() if child is not module and isinstance(child, FSDPModule)
     ]

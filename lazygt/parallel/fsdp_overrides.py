@@ -37,8 +37,8 @@ class Forced:
 
     Attributes:
         calls: number of calls of ``fully_shard`` so far.
-        without_blocks: number of calls with their own ``wrap``, because their modules have no
-            repeated blocks.
+        without_blocks: number of calls that kept their own ``wrap`` against a forced ``"block"``,
+            because their modules have no repeated blocks.
     """
 
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -51,7 +51,9 @@ class Forced:
         return "wrap" in self.overrides
 
     def apply(self, requested: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
-        """Return the settings of a call with the arguments ``requested``.
+        """Count a call, and return its settings: the arguments ``requested`` with the overrides.
+
+        A forced ``wrap="block"`` leaves modules without repeated blocks as they are.
 
         Args:
             has_blocks: function that returns whether the call's module has repeated blocks.
@@ -85,7 +87,7 @@ _forced = Forced()
 
 
 def knobs_for(requested: Knobs, has_blocks: Callable[[], bool]) -> Knobs:
-    """Return the settings of a call of ``fully_shard``; see ``Forced.upon``."""
+    """Return the settings of a call of ``fully_shard``; see ``Forced.apply``."""
     return _forced.apply(requested, has_blocks)
 
 
@@ -104,7 +106,7 @@ def forced_knobs(**overrides: Any) -> Iterator[Forced]:
     """Context in which every call of ``fully_shard`` gets these settings.
 
     Args:
-        given: fields of ``Knobs``.
+        overrides: fields of ``Knobs``.
 
     Raises:
         TypeError: there is no such field.

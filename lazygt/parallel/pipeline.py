@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lazygt.graph.mesh import Mesh
-from lazygt.parallel.distribute import drop_hooks, own_parameter, without_offset
+from lazygt.parallel.distribute import drop_hooks, shardable_parameter, without_offset
 from lazygt.passes.sharding.marks import ENTER, LEAVE
 from lazygt.record.annotate import assign_stage, is_everywhere, mesh_of, record_mark
 from lazygt.record.tensor import LazyTensor, Owner, is_lazy, meta_of, storage_of
@@ -32,7 +32,7 @@ from lazygt.session import current
 
 @dataclass(frozen=True)
 class _Stages:
-    """Stage of each module, parameter and buffer of a session; the first one counts.
+    """Stages of a session's modules, parameters and buffers; a tensor stays on its first stage.
 
     Attributes:
         modules: nn.Module -> stage.
@@ -66,7 +66,7 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
 
     Raises:
         ValueError: the mesh has no such axis, the axis no such stage, a module (or one inside it)
-            is on a stage already, or has a parameter that is no lazygt tensor of its own.
+            is on a stage already, or has a parameter on another device, or one that is a view.
         TypeError: ``what`` is none of these.
     """
     session = current()
@@ -85,8 +85,8 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
     for module in modules:
         stages.modules.update(dict.fromkeys(module.modules(), index))
         for inner in module.modules():
-            drop_hooks(inner, _Entry)
-        _mark_inputs(module, _Entry(index, mesh_dim))
+            drop_hooks(inner, _EntryHook)
+        _mark_inputs(module, _EntryHook(index, mesh_dim))
     for t in [t for module in modules for t in _tensors_of(module)]:
         if t not in stages.tensors:
             stages.tensors[t] = index
@@ -95,6 +95,7 @@ def stage(what: Any, index: int, mesh_dim: str = "pipe") -> Any:
 
 
 def _check_stage(mesh: Mesh, index: int, mesh_dim: str) -> None:
+    """Raise ValueError for a stage that the axis does not have."""
     size = mesh.size(mesh_dim)
     if type(index) is not int or not 0 <= index < size:
         raise ValueError(
@@ -120,7 +121,7 @@ def _check_module(module: nn.Module, stages: _Stages) -> None:
                 f"{path} is on stage {stages.modules[inner]} already; stage a module once"
             )
     for name, t in (*module.named_parameters(), *module.named_buffers()):
-        own_parameter(name, t)
+        shardable_parameter(name, t)
 
 
 def _tensors_of(module: nn.Module) -> list[LazyTensor]:
@@ -130,7 +131,7 @@ def _tensors_of(module: nn.Module) -> list[LazyTensor]:
     ]  # fmt: skip
 
 
-def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
+def _mark_inputs(module: nn.Module, entry: _EntryHook) -> None:
     """Register the entry hook; on each layer of a list, which is never called itself."""
     if isinstance(module, nn.Sequential | nn.ModuleList):
         for layer in module:
@@ -140,7 +141,7 @@ def _mark_inputs(module: nn.Module, entry: _Entry) -> None:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _EntryHook:
     """Forward pre-hook of a module on a stage: inputs and parameters enter the stage."""
 
     index: int
@@ -163,15 +164,18 @@ class _Entry:
         mesh = mesh_of(t)
         return self.mesh_dim in mesh.names and self.index < mesh.size(self.mesh_dim)
 
-    def _enter(self, t: LazyTensor) -> Any:
+    def _enter(self, t: LazyTensor) -> LazyTensor:
+        """Return a tensor on the stage; unchanged in a session without the stage."""
         return _enter(t, self.index, self.mesh_dim) if self._exists_for(t) else t
 
 
-def _enter(t: LazyTensor, index: int, mesh_dim: str) -> Any:
-    return _Enter.apply(t, index, mesh_dim)  # type: ignore[no-untyped-call]
+def _enter(t: LazyTensor, index: int, mesh_dim: str) -> LazyTensor:
+    """Return a tensor's values, moved to a stage; differentiable."""
+    entered: LazyTensor = _EnterStage.apply(t, index, mesh_dim)  # type: ignore[no-untyped-call]
+    return entered
 
 
-class _Enter(torch.autograd.Function):
+class _EnterStage(torch.autograd.Function):
     """Identity that marks a stage entry; backward moves the gradient back.
 
     An entry during a backward pass is a checkpoint's recomputation and begins no microbatch.
@@ -181,7 +185,8 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, t: LazyTensor, index: int, mesh_dim: str) -> LazyTensor:
         ctx.save_for_backward(t)
         ctx.mesh_dim = mesh_dim
-        recomputes = (True,) if _C._current_graph_task_id() != -1 else ()
+        is_in_backward = _C._current_graph_task_id() != -1
+        recomputes = (True,) if is_in_backward else ()
         return _record_mark(ENTER, (t,), (index, mesh_dim, *recomputes))
 
     @staticmethod
@@ -190,12 +195,13 @@ class _Enter(torch.autograd.Function):
         return _leave(grads[0], t, ctx.mesh_dim), None, None
 
 
-def _leave(gradient: torch.Tensor, t: torch.Tensor, mesh_dim: str) -> Any:
+def _leave(gradient: torch.Tensor, t: torch.Tensor, mesh_dim: str) -> LazyTensor:
     """Return a gradient, moved to the tensor's stage."""
-    return _Leave.apply(gradient, t, mesh_dim)  # type: ignore[no-untyped-call]
+    left: LazyTensor = _LeaveStage.apply(gradient, t, mesh_dim)  # type: ignore[no-untyped-call]
+    return left
 
 
-class _Leave(torch.autograd.Function):
+class _LeaveStage(torch.autograd.Function):
     """Identity that marks a stage exit, differentiable for gradients of gradients."""
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Hooks of styles: constrain the placements of a module's inputs and outputs at each call.
 
-Placements of a style are fixed, as are those of the gradients. A value with the same fixed
-placement is returned as it is, and layers with the same layout of one value get one object: a
-shared value is gathered once, and the sum of its gradients is reduced once.
+Placements of a style are fixed: the solver may choose no others. So are those of the gradients. A
+value with the same fixed placement is returned as it is, and layers with the same layout of one
+value get one object: a shared value is gathered once, and the sum of its gradients is reduced once.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class Layout(NamedTuple):
         placement: placement of the tensor and of its gradient.
         desired: placement of the tensor inside the module, without a constraint on its gradient.
             None: ``placement``.
-        behind: for outputs, placement of the gradient inside the module. None: ``placement``.
+        grad_placement: for outputs, placement of the gradient that the module's own ops receive.
+            None: ``placement``.
     """
 
     placement: Placement
     desired: Placement | None = None
-    behind: Placement | None = None
+    grad_placement: Placement | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ def apply_style(module: nn.Module, mesh_dim: str, layouts: ModuleLayouts) -> Non
 
     The hooks of an earlier style along the axis are removed; a style without parameter placements
     removes only the hooks of inputs or outputs that it replaces.
+
+    Args:
+        mesh_dim: axis of the mesh.
+        layouts: the style's placements of inputs and outputs.
     """
     arguments = layouts.inputs or layouts.keywords
     if layouts.parameters is not None or arguments:
@@ -149,6 +154,10 @@ class _OutputHook(_StyleHook):
 def _constrain(name: str, value: Any, mesh_dim: str, layout: Layout | None) -> Any:
     """Return a tensor with a fixed placement on one axis, if the session's mesh has it.
 
+    Args:
+        name: the value's name in errors.
+        layout: None: the value is returned as it is.
+
     Raises:
         TypeError: the value is no tensor.
         ValueError: the tensor has no such dim.
@@ -177,6 +186,7 @@ def _constrained(name: str, value: LazyTensor, mesh_dim: str, layout: Layout) ->
     full_name = f"{name}, a tensor of {meta_of(value)},"
 
     def fixed(placement: Placement) -> Sharding:
+        """Return a fixed sharding with this placement on the axis, and open on the others."""
         placements = placements_for(
             full_name, value.dim(), {mesh_dim: placement}, mesh, unspecified(mesh)
         )
@@ -190,8 +200,8 @@ def _constrained(name: str, value: LazyTensor, mesh_dim: str, layout: Layout) ->
         and view_of(value) is None
     )
     if not is_constrained:
-        behind = None if layout.behind is None else fixed(layout.behind)
-        value = with_sharding(value, sharding, behind=behind)
+        grad_sharding = None if layout.grad_placement is None else fixed(layout.grad_placement)
+        value = with_sharding(value, sharding, grad_sharding=grad_sharding)
     if layout.desired is not None:
         value = with_sharding(value, fixed(layout.desired), with_gradient=False)
     return value
@@ -199,14 +209,15 @@ def _constrained(name: str, value: LazyTensor, mesh_dim: str, layout: Layout) ->
 
 # -- cache of constrained tensors, for values that layers share -----------------------------------
 
-#: (axis, layout) -> the constrained tensor.
+#: Constrained forms of a tensor: (axis, layout) -> the tensor with that layout.
 _Forms = dict[tuple[str, Layout], LazyTensor]
 
 
 class _TraceCache(NamedTuple):
-    """Cache of one trace: tensor -> (index of its value, its grad_fn, its constrained forms)."""
+    """Cache of one trace, which has a serial number."""
 
     serial: int
+    #: tensor -> (index of its value in the trace, its grad_fn, its constrained forms)
     tensors: WeakIdKeyDictionary
 
 

@@ -69,7 +69,7 @@ class ColwiseParallel(ParallelStyle):
         else:
             raise self._unsupported(module, "nn.Linear and nn.Embedding")
         inputs = (_layout(self.input_layouts or Replicate(), Replicate()),)
-        outputs = _unless_last(self.output_layouts, behind=_LAST)
+        outputs = _unless_last(self.output_layouts, grad_placement=_LAST)
         return ModuleLayouts(parameters, inputs, outputs=outputs)
 
 
@@ -97,7 +97,7 @@ class RowwiseParallel(ParallelStyle):
             raise self._unsupported(module, "nn.Linear and nn.Embedding")
         is_linear = isinstance(module, nn.Linear)
         inputs = _unless_last(self.input_layouts, _LAST if is_linear else Replicate())
-        outputs = (_layout(self.output_layouts or Replicate(), behind=Replicate()),)
+        outputs = (_layout(self.output_layouts or Replicate(), grad_placement=Replicate()),)
         return ModuleLayouts({"weight": Shard(1 if is_linear else 0)}, inputs, outputs=outputs)
 
 
@@ -245,13 +245,17 @@ def _as_tuple(placements: Any) -> tuple[Any, ...]:
     return tuple(placements) if isinstance(placements, tuple | list) else (placements,)
 
 
-def _layout(user_placement: Any, desired: Any = None, behind: Any = None) -> Layout | None:
-    """Build a layout; ``desired`` and ``behind`` equal to its placement are dropped."""
+def _layout(user_placement: Any, desired: Any = None, grad_placement: Any = None) -> Layout | None:
+    """Build a layout of placements in a user's form; None, which leaves a tensor as it is, stays.
+
+    Args:
+        desired, grad_placement: see ``Layout``; those equal to the placement become None.
+    """
     if user_placement is None:
         return None
     stored = _stored_placement(user_placement)
     alternatives = (
-        None if other is None else _stored_placement(other) for other in (desired, behind)
+        None if other is None else _stored_placement(other) for other in (desired, grad_placement)
     )
     return Layout(stored, *(None if other == stored else other for other in alternatives))
 
@@ -267,16 +271,17 @@ def _stored_placement(user_placement: Any) -> Placement:
 
 
 def _single(placement: Any) -> tuple[Layout | None, ...]:
+    """Return the layouts of one tensor."""
     return (_layout(placement),)
 
 
 def _unless_last(
-    placement: Any, desired: Any = None, behind: Any = None
+    placement: Any, desired: Any = None, grad_placement: Any = None
 ) -> tuple[Layout | None, ...]:
     """Build a layout, or none for ``Shard(-1)``, which follows from the sharded weight."""
     if placement is None or as_placement(placement) == _LAST:
         return ()
-    return (_layout(placement, desired, behind),)
+    return (_layout(placement, desired, grad_placement),)
 
 
 # -- torch's own styles --------------------------------------------------------------------------

@@ -7,8 +7,10 @@
     })
 
 A style gives the placements of a module's own parameters, inputs and outputs on one axis of the
-mesh; their gradients get the same placements. All of them are fixed, because the choice of a style
-is a choice of its collectives. Styles change the sharding of values, never the numbers.
+mesh; their gradients get the same placements. These placements are *fixed*: ops use the value in
+them, even where the solver, which chooses placements by predicted time, would prefer others. So the
+choice of a style is a choice of its collectives. Styles change the sharding of values, never the
+numbers.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from lazygt.graph.mesh import Mesh, Placements, Sharding
 from lazygt.graph.placement import Placement, Replicate, Unspecified
 from lazygt.parallel.distribute import (
     UserPlacements,
-    own_parameter,
     placements_for,
+    shardable_parameter,
     unspecified,
 )
 from lazygt.parallel.style_hooks import ModuleLayouts, apply_style
@@ -48,6 +50,7 @@ class _Styled(NamedTuple):
     Attributes:
         pattern: the matching pattern of the plan.
         axis: the mesh axis.
+        layouts: placements of the module's parameters, inputs and outputs.
     """
 
     pattern: str
@@ -68,7 +71,9 @@ class _Request(NamedTuple):
     """Requested placements of a parameter under one of its names.
 
     Attributes:
+        name: the name; tied parameters have several.
         placements: one for each axis; ``Unspecified`` on axes without a request.
+        fixed: see the module's docstring.
     """
 
     name: str
@@ -78,15 +83,21 @@ class _Request(NamedTuple):
 
 
 def data_parallel(module: nn.Module, mesh_dim: str = "data") -> nn.Module:
-    """Replicate a module's parameters along an axis, fixed: each gradient is all-reduced once.
+    """Train data-parallel: replicate a module's parameters along one axis of the mesh.
 
-    Shard batches with ``lazygt.distribute(batch, {"data": Shard(0)})``.
+    The placements are fixed (see above), so each gradient is all-reduced once. Shard the batches
+    with ``lazygt.distribute(batch, {"data": Shard(0)})``.
+
+    Args:
+        module: the module, on device ``lazygt``.
+        mesh_dim: name of the axis.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: the mesh has no such axis, or a parameter is no lazygt tensor of its own.
+        ValueError: the mesh has no such axis, or a parameter is on another device, or a view of
+            another tensor.
     """
     return parallelize_module(module, mesh_dim, {"*": {mesh_dim: Replicate()}}, fixed=True)
 
@@ -152,7 +163,7 @@ def parallelize_module(
 
 
 def _parse_plan(plan: Any) -> _Plan:
-    """Return a plan as a table, with lazygt's own styles."""
+    """Convert the argument ``parallelize_plan`` to a dict, and torch's styles to lazygt's."""
     style = as_style(plan)
     if style is not None:
         return {"": style}
@@ -204,7 +215,12 @@ def _axis(device_mesh: Any, mesh: Mesh) -> str:
 
 
 def _match_styles(module: nn.Module, plan: _Plan, device_mesh: Any, mesh: Mesh) -> _Styles:
-    """Match the styles of a plan with the module's submodules, by name."""
+    """Return the styles of submodules by name; the first matching pattern counts.
+
+    Args:
+        device_mesh: the argument of ``parallelize_module``.
+        mesh: the session's mesh.
+    """
     plan_styles = {
         pattern: style for pattern, style in plan.items() if isinstance(style, ParallelStyle)
     }
@@ -292,7 +308,11 @@ def _closest_names(pattern: str, names: Iterable[str]) -> str:
 def _requests(
     module: nn.Module, plan: _Plan, styles: _Styles, fixed: bool, mesh: Mesh
 ) -> Iterator[_Request]:
-    """Yield the requested placements of each parameter's name with a matching pattern."""
+    """Yield the requested placements of each parameter's name with a matching pattern.
+
+    Args:
+        fixed: the argument of ``parallelize_module``; a style's placements are fixed anyway.
+    """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         pattern = _effective_pattern(name, plan, styles)
         entry = None if pattern is None else plan[pattern]
@@ -318,7 +338,7 @@ def _request(
     name: str, parameter: nn.Parameter, placements: UserPlacements, fixed: bool, mesh: Mesh
 ) -> _Request:
     """Resolve and check the placements of a parameter's name."""
-    t = own_parameter(name, parameter)
+    t = shardable_parameter(name, parameter)
     description = f"parameter {name!r} of {meta_of(t)}"
     return _Request(
         name, t, placements_for(description, t.dim(), placements, mesh, unspecified(mesh)), fixed
@@ -348,7 +368,10 @@ def _merged(first: _Request, other: _Request) -> _Request:
 
 
 def _store(requests: Iterable[_Request], mesh: Mesh) -> None:
-    """Set the parameters' shardings; ``Unspecified`` axes keep their placements."""
+    """Set the parameters' shardings; ``Unspecified`` axes keep their placements.
+
+    A parameter that is now replicated along the axis of its FSDP unit leaves the unit.
+    """
     for request in requests:
         current = stored_now(request.parameter)
         placements = tuple([

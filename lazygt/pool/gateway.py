@@ -193,9 +193,9 @@ def report(
             _session(policy, name, lease, hosted.get(name), now) for name, lease in visible.items()
         ],
         "others": {
-            "sessions": sum(bool(lease.places) for lease in others),
-            "workers": sum(len(lease.places) for lease in others),
-            "waiting": sum(not lease.places for lease in others),
+            "sessions": sum(bool(lease.slots) for lease in others),
+            "workers": sum(len(lease.slots) for lease in others),
+            "waiting": sum(not lease.slots for lease in others),
         },
         "published": [
             {"name": v.name, "client": v.client, "bytes": v.nbytes, "shared": v.shared}
@@ -214,14 +214,14 @@ def _session(
         "state": _state(policy, name, lease),
         "workers": lease.request.workers,
         "cores": lease.request.cores,
-        "places": list(lease.places),
+        "places": list(lease.slots),
         "pids": [] if hosted is None else list(hosted.pids),
         "run_seconds": round(lease.run_seconds, 3),
         "memory": lease.memory,
-        "seconds": round(now - lease.granted, 1) if lease.places else 0.0,
+        "seconds": round(now - lease.granted, 1) if lease.slots else 0.0,
         "expires_in": None if lease.expires is None else round(max(lease.expires - now, 0.0), 1),
         "quota": asdict(policy.rules.of(lease.request.client)),
-        "before": policy.queue.index(name) if not lease.places else None,
+        "before": policy.queue.index(name) if not lease.slots else None,
     }
 
 
@@ -233,7 +233,7 @@ def _state(policy: Policy, name: str, lease: Lease) -> str:
     """
     if lease.ending:
         return "ending"
-    if not lease.places:
+    if not lease.slots:
         return "waits"
     if lease.expires is not None:
         return "alone"

@@ -225,7 +225,7 @@ class Terms:
     device: str  # ``cpu`` or ``cuda``
     cache: str  # folder of this client's compiled code; workers load no other code
     #: worker slots of the pool, one for each worker; also the numbers of their GPUs
-    places: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
     hidden: bool = False  # True if other processes of the pool's user can't inspect the workers
 
     def apply(self, spec: LinkSpec) -> LinkSpec:
@@ -248,7 +248,7 @@ class Terms:
             spec,
             threads=self.threads,
             device=self.device,
-            gpus=self.places if self.device == "cuda" else None,
+            gpus=self.slots if self.device == "cuda" else None,
             spares=0,
             ranks=None,
             token=None,

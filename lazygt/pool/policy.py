@@ -4,8 +4,8 @@ Each event is a call, with the time at which it was seen (seconds, any monotonic
 returns instructions in order. Clock, sockets and threads are in `gateway`. `scheduler` schedules
 the runs of admitted sessions.
 
-A place is a slot for one worker process. A session gets all requested places at once, or none, and
-owns them until its processes are gone (`Policy.release`), so two processes never share a place.
+A session gets all requested slots for worker processes at once, or none, and owns them until its
+processes are gone (`Policy.release`), so two processes never share a slot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Grant(Struct, frozen=True):
     """Instruction to start a session's workers in these worker slots."""
 
     session: str
-    places: tuple[int, ...]
+    slots: tuple[int, ...]
 
 
 class Refuse(Struct, frozen=True):
@@ -73,10 +73,10 @@ class SessionRequest(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Lease:
-    """Session with worker slots (places), or waiting for them."""
+    """Session with worker slots, or waiting for them."""
 
     request: SessionRequest
-    places: tuple[int, ...] = ()  # the session's worker slots; empty while it waits
+    slots: tuple[int, ...] = ()  # the session's worker slots; empty while it waits
     granted: float = 0.0  # time of the grant
     #: time of the session's end without its client; None: the client is connected
     expires: float | None = None
@@ -86,7 +86,7 @@ class Lease:
 
 
 class Policy:
-    """State of a pool: leases, free places, and queue.
+    """State of a pool: leases, free slots, and queue.
 
     Attributes:
         leases: lease of each session, in the order of the requests.
@@ -104,7 +104,7 @@ class Policy:
 
     @property
     def free(self) -> int:
-        """Number of free places."""
+        """Number of free slots."""
         return len(self._free)
 
     @property
@@ -178,7 +178,7 @@ class Policy:
         return [lease for lease in self.leases.values() if lease.request.client == client]
 
     def _admit(self, now: float) -> list[Instruction]:
-        """Grant places to the waiting clients round-robin; no session overtakes another."""
+        """Grant slots to the waiting clients round-robin; no session overtakes another."""
         steps: list[Instruction] = []
         while self._queue:
             client, waiting = next(iter(self._queue.items()))
@@ -186,11 +186,11 @@ class Policy:
             request = lease.request
             if request.workers > len(self._free):
                 break
-            lease.places, lease.granted = tuple(self._free[: request.workers]), now
+            lease.slots, lease.granted = tuple(self._free[: request.workers]), now
             del self._free[: request.workers]
             self._queue.move_to_end(client)
             self._dequeue(request)
-            steps.append(Grant(request.session, lease.places))
+            steps.append(Grant(request.session, lease.slots))
             steps += self.turns.add(request.session, client, request.workers, now)
         return steps
 
@@ -206,15 +206,15 @@ class Policy:
         self._dequeue(self.leases.pop(session).request)
 
     def release(self, session: str, now: float) -> list[Instruction]:
-        """Free the places of a session that has ended or left the queue; admit waiting sessions."""
+        """Free the slots of a session that has ended or left the queue; admit waiting sessions."""
         lease = self.leases.get(session)
         if lease is None:
             return []
-        if not lease.places:
+        if not lease.slots:
             self._drop_waiting(session)
             return self._admit(now)
         del self.leases[session]
-        self._free = sorted([*self._free, *lease.places])
+        self._free = sorted([*self._free, *lease.slots])
         return [*self.turns.remove(session, now), *self._admit(now)]
 
     def drain(self) -> list[Instruction]:
@@ -249,10 +249,10 @@ class Policy:
         if lease is None:
             return []
         request, rules = lease.request, self.rules
-        if for_good and not lease.places:
+        if for_good and not lease.slots:
             return self.release(session, now)
         grace = 0.0 if for_good else min(request.grace, rules.grace)
-        lease.expires = now + (rules.expiry if request.detach and lease.places else grace)
+        lease.expires = now + (rules.expiry if request.detach and lease.slots else grace)
         return self.tick(now)
 
     def client_back(self, session: str) -> None:
@@ -280,7 +280,7 @@ class Policy:
         lease = self.leases.get(session)
         if lease is None or lease.ending:
             return []
-        if not lease.places:
+        if not lease.slots:
             self._drop_waiting(session)
             return [Refuse(session, error), *self._admit(now)]
         lease.ending = True
@@ -301,7 +301,7 @@ class Policy:
         steps: list[Instruction] = []
         for client in {lease.request.client for lease in self.leases.values()}:
             limit = self.rules.of(client).memory
-            running = [lease for lease in self.of(client) if lease.places and not lease.ending]
+            running = [lease for lease in self.of(client) if lease.slots and not lease.ending]
             used = sum(lease.memory for lease in running) + published.get(client, 0)
             if limit is None or used <= limit or not running:
                 continue

@@ -35,7 +35,7 @@ class Quota:
 class Rules:
     """Limits of a pool."""
 
-    workers: int  # number of worker slots (places)
+    workers: int  # number of worker slots
     at_once: int  # number of workers that may run at the same time
     queue: int = 64  # number of sessions that may wait for workers
     grace: float = 300.0  # maximum seconds for which a session's connection may be dead

@@ -309,7 +309,7 @@ class Sessions:
         make_folder(cache)
         threads = min(max(request.cores // request.workers, 1), len(os.sched_getaffinity(0)))
         hidden = self.policy.rules.hidden
-        terms = Terms(request.workers, threads, self._device, str(cache), lease.places, hidden)
+        terms = Terms(request.workers, threads, self._device, str(cache), lease.slots, hidden)
         self.hosted[session] = Hosted(
             caller.connection,
             terms,

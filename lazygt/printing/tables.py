@@ -103,6 +103,7 @@ class PlainTable(Printed):
         return table
 
     def _is_truncated(self, column: int) -> bool:
+        """Return whether the texts of a column are truncated instead of wrapped."""
         return self.columns[column] == self.truncated
 
     def _width(self, column: int) -> int:

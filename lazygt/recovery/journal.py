@@ -1,7 +1,7 @@
 """Journal (redo log): messages to the workers since the last snapshot that all of them have.
 
-Pure: a journal records messages, and returns those to send again. A snapshot is a cut between two
-runs. Messages before the cut stay in the journal until every rank has taken the snapshot.
+Pure: a journal records messages, and returns those to send again. A snapshot is taken between two
+runs. Messages before it stay in the journal until every rank has taken its part of the snapshot.
 """
 
 from __future__ import annotations
@@ -17,32 +17,36 @@ from lazygt.runtime.wire import Buffer, size_of
 _OVERHEAD = 200
 
 
-#: A run as it was sent: its number, its plan and the message to each rank.
-Ran = tuple[int, PlanRecord | None, Sequence[list[Buffer]]]
+#: A run as it was sent: its number, its plan and the message to each rank (or one for all).
+RunEntry = tuple[int, PlanRecord | None, Sequence[list[Buffer]]]
 
 
 @dataclass(frozen=True, slots=True)
-class SwappedIn:
-    """Entry of a swap: later runs of a plan use its compiled code."""
+class SwapEntry:
+    """Entry of a swap: from here on runs of a plan use its compiled code."""
 
     entry: PlanRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Renewed:
-    """Entry of a new process group; values from this id on may have failed."""
+class GroupEntry:
+    """Entry of a new process group, after a rank has left the old one.
+
+    Attributes:
+        since: id from which on values may have failed.
+    """
 
     since: int
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Entry of a snapshot between two runs."""
+class SnapshotEntry:
+    """Entry of a snapshot of this number: it has the effects of the entries before."""
 
     number: int
 
 
-Entry = Ran | SwappedIn | Renewed | Cut
+Entry = RunEntry | SwapEntry | GroupEntry | SnapshotEntry
 
 
 @dataclass(slots=True)
@@ -62,18 +66,18 @@ class Journal:
 
     Attributes:
         committed: the last complete snapshot, to which a recovery rolls back.
-        entries: entries after that snapshot, oldest first; the extension also appends runs.
-        cutting: True while a snapshot is being taken.
+        entries: entries after that snapshot, oldest first; the C++ extension also appends runs.
+        snapshot_under_way: True while a snapshot is being taken.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self.committed = Snapshot()
         self.entries: list[Entry] = []
-        self.cutting = False
+        self.snapshot_under_way = False
         #: (id, failure) of failed values, besides those of the snapshot
         self.failed: list[tuple[int, Failure]] = []
-        #: bytes of the first entries, and the number of these entries
+        #: bytes of the first entries, and the number of these; the others are not counted yet
         self._nbytes, self._measured = 0, 0
         #: the snapshot that is being taken
         self._next: Snapshot | None = None
@@ -87,22 +91,22 @@ class Journal:
         return self._nbytes
 
     def entry_of(self, seq: int) -> PlanRecord | None:
-        """Return the plan of a run."""
+        """Return the plan of a run; None: it has none, or is not in the journal."""
         runs = (entry for entry in self.entries if isinstance(entry, tuple))
         return next((plan for number, plan, _ in runs if number == seq), None)
 
-    def cut(self, seq: int) -> int:
+    def begin_snapshot(self, seq: int) -> int:
         """Begin a snapshot after this run, which the caller requests from every rank.
 
         Returns:
             The number of the snapshot.
         """
         self._numbers += 1
-        self._next, self.cutting = Snapshot(self._numbers, seq), True
-        self.entries.append(Cut(self._numbers))
+        self._next, self.snapshot_under_way = Snapshot(self._numbers, seq), True
+        self.entries.append(SnapshotEntry(self._numbers))
         return self._numbers
 
-    def took(self, rank: int, rank_snapshot: Snapped) -> bool:
+    def add_part(self, rank: int, rank_snapshot: Snapped) -> bool:
         """Record a rank's part of the pending snapshot; return whether that commits it."""
         snapshot = self._next
         if snapshot is None or rank_snapshot.number != snapshot.number:
@@ -110,35 +114,35 @@ class Journal:
         snapshot.parts[rank] = rank_snapshot
         if len(snapshot.parts) < self._ranks:
             return False
-        self.committed, self._next, self.cutting = snapshot, None, False
+        self.committed, self._next, self.snapshot_under_way = snapshot, None, False
         self.failed.clear()
-        index = self.entries.index(Cut(snapshot.number))
+        index = self.entries.index(SnapshotEntry(snapshot.number))
         self.entries = self.entries[index + 1 :]
         self._nbytes = self._measured = 0
         return True
 
-    def give_up_cut(self) -> None:
+    def abandon_snapshot(self) -> None:
         """Give up the snapshot that is being taken, since it would contain failures."""
-        self._next, self.cutting = None, False
+        self._next, self.snapshot_under_way = None, False
 
     def rollback(
-        self, seq: int, uploads: Sequence[Ran], failed: Sequence[tuple[int, Failure]]
+        self, seq: int, uploads: Sequence[RunEntry], failed: Sequence[tuple[int, Failure]]
     ) -> None:
-        """Remove all runs from this one on.
+        """Remove all runs from this one on; swaps stay.
 
         Args:
             uploads: runs that repeat the uploads since.
             failed: (id, failure) of the values computed since.
         """
         index = next(index for index, entry in enumerate(self.entries) if _is_run(entry, seq))
-        swaps = [entry for entry in self.entries[index:] if isinstance(entry, SwappedIn)]
+        swaps = [entry for entry in self.entries[index:] if isinstance(entry, SwapEntry)]
         self.entries[index:] = [*swaps, *uploads]
         self.failed += failed
         if self._next is not None and self._next.seq >= seq:
-            self.give_up_cut()
+            self.abandon_snapshot()
         self._nbytes = self._measured = 0
 
-    def since(self, seq: int) -> list[Ran]:
+    def since(self, seq: int) -> list[RunEntry]:
         """Return the runs from this one on."""
         runs = [entry for entry in self.entries if isinstance(entry, tuple)]
         return [run for run in runs if run[0] >= seq]

@@ -9,24 +9,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from lazygt.errors import DeviceLost, WorkerDied, WorkerFrozen
 from lazygt.recovery.journal import (
-    Cut,
     Entry,
+    GroupEntry,
     Journal,
-    Ran,
-    Renewed,
+    RunEntry,
     Snapshot,
-    SwappedIn,
+    SnapshotEntry,
+    SwapEntry,
 )
+from lazygt.recovery.suspected import SuspectedFailures
 from lazygt.runtime.link import Link
 from lazygt.runtime.messages import (
-    COLLECTIVE_ERROR,
     TO_CLIENT,
     TO_WORKER,
     Done,
@@ -40,77 +40,7 @@ from lazygt.runtime.messages import (
     Snapped,
 )
 from lazygt.runtime.plan_records import swap_message
-from lazygt.runtime.wire import Buffer, Message, decode
-
-# -- suspected failures ----------------------------------------------------------------------------
-# A collective may fail on one rank because another rank is dying: the dying rank's sockets are
-# closed before its end is reported. Such a failure, and all messages after it, are deferred until
-# every rank has answered the same run. Then no rank has died in the run, and the failure is real.
-
-
-class Notification(NamedTuple):
-    """Message received from a rank, with its buffers."""
-
-    rank: int
-    message: Message
-    buffers: list[Any]
-
-
-class Doubts:
-    """Queue of messages deferred by a suspected failure of a collective. Pure.
-
-    Args:
-        waiting_for: returns the ranks that have not answered a run.
-    """
-
-    def __init__(self, waiting_for: Callable[[int], Set[int]]) -> None:
-        self._waiting_for = waiting_for
-        #: number of the run with the suspected failure
-        self._seq = 0
-        #: ranks that have not answered that run
-        self._missing: set[int] = set()
-        self._deferred: list[Notification] = []
-
-    def sort_out(self, received: Notification) -> Iterator[Notification]:
-        """Yield the messages that are confirmed by now, in the order of their arrival."""
-        answer = received.message if isinstance(received.message, Done) else None
-        if self._missing:
-            self._deferred.append(received)
-            if answer is not None and answer.seq >= self._seq:
-                self._missing.discard(received.rank)
-            if not self._missing:
-                first, *later_ones = self.take()
-                yield first
-                for later in later_ones:
-                    yield from self.sort_out(later)
-        elif answer is not None and (unanswered := self._unanswered(received.rank, answer)):
-            self._seq, self._missing = answer.seq, unanswered
-            self._deferred.append(received)
-        else:
-            yield received
-
-    def _unanswered(self, rank: int, answer: Done) -> set[int]:
-        """Return the ranks that must answer, too, before an answer with a failure is confirmed.
-
-        Empty if no collective has failed in the answer.
-        """
-        failures = [*answer.failures, *(f for f in answer.fetched if isinstance(f, Failure))]
-        if not any(failure.kind == COLLECTIVE_ERROR for failure in failures):
-            return set()
-        return set(self._waiting_for(answer.seq) - {rank})
-
-    def believe(self) -> None:
-        """Confirm all messages at once from here on, since workers are not replaced any more."""
-        self._waiting_for = lambda seq: set()
-
-    def take(self) -> list[Notification]:
-        """Remove and return all deferred messages; no failure is suspected any more."""
-        deferred, self._deferred = self._deferred, []
-        self._missing.clear()
-        return deferred
-
-
-# -- recovery --------------------------------------------------------------------------------------
+from lazygt.runtime.wire import Buffer, decode
 
 _log = logging.getLogger("lazygt")
 
@@ -141,10 +71,12 @@ class RecoveryRecord:
         return f"{self.why}; back after {self.seconds:.1f} s, {self.runs} runs again"
 
 
-class RunsInFlight(Protocol):
-    """Interface of the client for a recovery."""
+class RecoveryClient(Protocol):
+    """Interface of the client that a recovery needs."""
 
-    quiet_until: float  # time of the next snapshot; 0: a snapshot or a recovery is under way
+    #: time of the next snapshot, until which the C++ extension may send runs on its own; 0: a
+    #: snapshot or a recovery is under way
+    quiet_until: float
 
     @property
     def group(self) -> int:
@@ -166,14 +98,18 @@ class RunsInFlight(Protocol):
     def waiting_for(self, seq: int) -> Set[int]:
         """Return the ranks that have not answered a run."""
 
-    def under_way(self, rank: int) -> int | None:
+    def oldest_unanswered(self, rank: int) -> int | None:
         """Return the oldest run that a rank has not answered."""
 
     def will_fail(self, rank: int, failure: Failure) -> None:
         """Record that an op can't be repeated: its run fails on all ranks."""
 
-    def device_lost(self, rank: int, told: Lost) -> DeviceLost:
-        """Return the error for a worker with a device that can't be used any more."""
+    def device_lost(self, rank: int, message: Lost) -> DeviceLost:
+        """Return the error for a worker with a device that can't be used any more.
+
+        Args:
+            message: the worker's last one.
+        """
 
     def step_of(self, seq: int, rank: int, step: int | None) -> str:
         """Describe a step of a run: its op, the bytes of its results and the user's line.
@@ -203,13 +139,14 @@ class RollbackRecovery:
 
     Args:
         client: the sender of runs and receiver of answers.
+        link: the connection to the workers, which also replaces them.
         cost: the share of the time that snapshots may take.
         journal_bytes: bytes of journaled messages from which on a snapshot is taken.
     """
 
-    def __init__(self, client: RunsInFlight, link: Link, cost: float, journal_bytes: int) -> None:
+    def __init__(self, client: RecoveryClient, link: Link, cost: float, journal_bytes: int) -> None:
         self.journal = Journal(link.world_size)
-        self.doubts = Doubts(self._waiting_for)
+        self.suspected = SuspectedFailures(self._waiting_for)
         self._client, self._link = client, link
         self._cost, self._journal_bytes = cost, journal_bytes
         #: bytes of the journal at the last check
@@ -232,7 +169,7 @@ class RollbackRecovery:
         self._oom_deaths: Counter[int] = Counter()
         #: deaths in this recovery while ranks were restored
         self._restore_deaths = 0
-        #: True if replayed ops run one by one, to find the op that has ended a device
+        #: True if replayed ops run one by one, to find the op that has made a device unusable
         self._finds_culprit = False
         #: run with such an op -> the failure that all ranks answer instead
         self._failed_runs: dict[int, Failure] = {}
@@ -243,8 +180,8 @@ class RollbackRecovery:
         self._snapshot_begin = 0.0
         #: True if snapshots wait for the program's marks of steps, within limits
         self.waits_for_marks = False
-        #: write of a checkpoint from the committed snapshot, which must stay until its end
-        self.reader: Future[Any] | None = None
+        #: write of a checkpoint from the committed snapshot; the snapshot must stay until its end
+        self.checkpoint_write: Future[Any] | None = None
         #: callback for the snapshot that is being taken, once it is committed
         self._on_commit: Callable[[Snapshot], object] | None = None
 
@@ -260,38 +197,56 @@ class RollbackRecovery:
         """True if a recovery has begun and not ended."""
         return self._unfinished
 
-    def is_due(self, kept_bytes: int) -> bool:
-        """Return whether a snapshot is due.
+    def snapshot_is_due(self, retained_bytes: int) -> bool:
+        """Return whether to request a snapshot now: the journal is full, or the time has come.
+
+        While a checkpoint is written from the last snapshot, only a full journal counts.
 
         Args:
-            kept_bytes: bytes of uploads that are retained for the journal.
+            retained_bytes: bytes of uploads that are retained for the journal.
         """
-        if self.journal.cutting:
+        if self.journal.snapshot_under_way:
             return False
         if len(self.journal.entries) % _SIZE_CHECK_ENTRIES == 0:
             self._journaled = self.journal.nbytes
-        full = self._journaled + kept_bytes > self._journal_bytes
-        if self.reader is not None and not self.reader.done():
-            if not full:
-                return False
-            wait([self.reader])
-        return full or time.monotonic() >= self._due
+        if self._journaled + retained_bytes > self._journal_bytes:
+            return True
+        return not self._is_checkpoint_being_written and time.monotonic() >= self._due
 
-    def snap(self, seq: int, on_commit: Callable[[Snapshot], object] | None = None) -> None:
-        """Request a snapshot after this run from all ranks; ``on_commit`` is called with it."""
+    @property
+    def _is_checkpoint_being_written(self) -> bool:
+        """True while a checkpoint is being written from the last snapshot."""
+        return self.checkpoint_write is not None and not self.checkpoint_write.done()
+
+    def request_snapshot(
+        self, seq: int, on_commit: Callable[[Snapshot], object] | None = None
+    ) -> None:
+        """Request a snapshot after this run from all ranks.
+
+        Waits for the write of a checkpoint from the last snapshot, which this one replaces.
+
+        Args:
+            on_commit: called with the snapshot when all ranks have taken it.
+        """
+        if self._is_checkpoint_being_written:
+            assert self.checkpoint_write is not None
+            wait([self.checkpoint_write])
         self._snapshot_begin, self._on_commit = time.monotonic(), on_commit
         self._client.quiet_until = 0.0
         committed = self.journal.committed.number
-        message = self._link.encode(Snap(self.journal.cut(seq), committed))
+        message = self._link.encode(Snap(self.journal.begin_snapshot(seq), committed))
         self._client.send_all("snapshot", [message] * self._link.world_size, "recovery")
 
-    def took(self, rank: int, rank_snapshot: Snapped) -> int | None:
-        """Record a rank's part of a snapshot; if it is complete, return the last run it covers."""
-        full = self.journal.nbytes > self._journal_bytes
-        if self._client.failed and self._on_commit is None and not full:
-            self.journal.give_up_cut()  # a rollback to before the failure would be impossible
+    def add_part(self, rank: int, rank_snapshot: Snapped) -> int | None:
+        """Record a rank's part of a snapshot; once it is complete, return the last run it covers.
+
+        Completion commits the snapshot, and sets the time of the next one.
+        """
+        is_full = self.journal.nbytes > self._journal_bytes
+        if self._client.failed and self._on_commit is None and not is_full:
+            self.journal.abandon_snapshot()  # a rollback to before the failure would be impossible
             self._due = self._client.quiet_until = time.monotonic() + _LEAST_SECONDS
-        if not self.journal.took(rank, rank_snapshot):
+        if not self.journal.add_part(rank, rank_snapshot):
             return None
         rank_snapshots = self.journal.committed.parts.values()
         self._journaled = 0
@@ -300,7 +255,7 @@ class RollbackRecovery:
             seq: failure for seq, failure in self._failed_runs.items() if seq > covered
         }
         seconds = max(rank_snapshot.nanoseconds for rank_snapshot in rank_snapshots) / 1e9
-        if self._link.mirrors:  # copies came over the network, which other messages use, too
+        if self._link.mirrors:  # copies were sent to other hosts: the network's time counts, too
             seconds = max(seconds, time.monotonic() - self._snapshot_begin)
         pause = max(seconds / self._cost, _LEAST_SECONDS)
         self._due = self._snapshot_begin + (2 * pause if self.waits_for_marks else pause)
@@ -310,11 +265,11 @@ class RollbackRecovery:
             on_commit(self.journal.committed)
         return self.journal.committed.seq
 
-    def is_again(self, seq: int) -> bool:
-        """Return whether a run's answers may repeat earlier ones."""
+    def is_replayed(self, seq: int) -> bool:
+        """Return whether a run is being replayed, so that its answers may repeat earlier ones."""
         return seq in self._replayed
 
-    def answered(self, rank: int, seq: int) -> None:
+    def record_answer(self, rank: int, seq: int) -> None:
         """Record that a rank has answered a run."""
         self._answered[rank] = seq
 
@@ -325,8 +280,8 @@ class RollbackRecovery:
 
     # -- recovery ------------------------------------------------------------------------
 
-    def go_on(self) -> None:
-        """Finish a recovery that was interrupted.
+    def finish_interrupted(self) -> None:
+        """Finish a recovery that was interrupted, if there is one.
 
         Raises:
             WorkerDied, WorkerFrozen: as ``recover``.
@@ -344,8 +299,8 @@ class RollbackRecovery:
         self._check_attempts(error)
         self._recover(error)
 
-    def reaches(self, seq: int) -> bool:
-        """Return whether a run can be undone: no snapshot was committed since."""
+    def can_undo(self, seq: int) -> bool:
+        """Return whether a run can be undone: the last snapshot is of before the run."""
         return self.journal.committed.seq < seq
 
     def rollback(self, seq: int, failed: Sequence[tuple[int, Failure]]) -> None:
@@ -361,7 +316,7 @@ class RollbackRecovery:
         self.journal.rollback(seq, [run for run in runs if run is not None], failed)
         self._recover(None)
 
-    def _uploads_only(self, run: Ran) -> Ran | None:
+    def _uploads_only(self, run: RunEntry) -> RunEntry | None:
         """Return a run with this run's uploads and no plan; None if there are no uploads."""
         frames = run[2][0]
         message = decode(frames, TO_WORKER)
@@ -404,7 +359,7 @@ class RollbackRecovery:
             for raised in filter(None, (error, self._cause)):
                 raised.__traceback__ = None  # its frames would keep the user's tensors alive
         self._refill()
-        self._client.quiet_until = 0.0 if self.journal.cutting else self._due
+        self._client.quiet_until = 0.0 if self.journal.snapshot_under_way else self._due
         if self._cause is not None:
             seconds, why = time.monotonic() - begin, str(error or self._cause).split(". ")[0]
             self.last = self._cause
@@ -417,7 +372,7 @@ class RollbackRecovery:
         if isinstance(error, DeviceLost):
             self._find_culprit(error)
             return
-        seq = None if self._restoring else self._client.under_way(error.rank)
+        seq = None if self._restoring else self._client.oldest_unanswered(error.rank)
         if seq is None:
             self._check_restore_attempts(error)
             return
@@ -435,7 +390,10 @@ class RollbackRecovery:
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
 
     def _find_culprit(self, error: DeviceLost) -> None:
-        """Search for the op that ended a worker's device; once found, its run is not repeated."""
+        """Search for the op that has made a worker's device unusable: replayed ops run one by one.
+
+        Once the op is found, its run fails on all ranks instead of being repeated.
+        """
         self._finds_culprit = True
         if (culprit := error.culprit) is not None:
             self._failed_runs[culprit.seq] = culprit
@@ -444,7 +402,7 @@ class RollbackRecovery:
             self._check_restore_attempts(error)
 
     def _attempts_left(self, seq: int, rank: int) -> int:
-        """Return the number of attempts left for a run, if its deaths go on."""
+        """Return the number of deaths in a run that are still allowed."""
         attempts = _MAX_DEATHS - self._deaths[seq, rank]
         oom_deaths = self._oom_deaths[seq]
         return min(attempts, _MAX_OOM_DEATHS - oom_deaths) if oom_deaths else attempts
@@ -463,14 +421,18 @@ class RollbackRecovery:
         raise WorkerDied(error.rank, error.pid, error.status, error.stderr, during)
 
     def _refill(self) -> None:
-        """Start spare processes again; without a spare the next recovery only takes longer."""
+        """Start new spare processes; without a spare the next recovery only takes longer."""
         try:
             self._link.refill()
         except OSError as error:
             _log.warning("no spare process could be started: %s", error)
 
     def _replace(self) -> set[int]:
-        """Replace the processes that have ended, if any; return their ranks."""
+        """Replace the processes that have ended, if any; return their ranks.
+
+        Raises:
+            WorkerDied, WorkerFrozen: no process can be started.
+        """
         deaths = self._link.lost
         ranks = set(deaths)
         if self._cause is None and deaths:
@@ -491,9 +453,13 @@ class RollbackRecovery:
         return ranks
 
     def _restore(self) -> None:
-        """Restore every rank to the last snapshot."""
+        """Restore every rank to the last snapshot, and wait until all have done it.
+
+        Raises:
+            WorkerDied, WorkerFrozen: a worker ends meanwhile.
+        """
         self.journal.restart()
-        for rank, answer, _ in self.doubts.take():
+        for rank, answer, _ in self.suspected.take():
             if isinstance(answer, Done):
                 self._client.drop_answer(rank, answer)
         committed, ranks = self.journal.committed, range(self._link.world_size)
@@ -532,7 +498,7 @@ class RollbackRecovery:
         self._replayed = Counter(runs)
         last_sent = self.journal.committed.seq
         for entry in entries:
-            if isinstance(entry, Renewed):
+            if isinstance(entry, GroupEntry):
                 self._wait_for(last_sent)
             for rank, frames in enumerate(self._messages(entry)):
                 self._link.send(rank, frames)
@@ -543,21 +509,21 @@ class RollbackRecovery:
         return len(runs)
 
     def _messages(self, entry: Entry) -> list[list[Buffer]]:
-        """Return the message of a journal entry's replay for each rank."""
+        """Return the messages that replay a journal entry, one for each rank."""
         ranks = range(self._link.world_size)
         match entry:
             case tuple():
                 return [self._replay_message(entry, rank) for rank in ranks]
-            case SwappedIn():
+            case SwapEntry():
                 return [swap_message(entry.entry, rank) for rank in ranks]
-            case Renewed():
+            case GroupEntry():
                 group_number = self._client.new_group()
                 return [self._link.encode(Renew(group_number, entry.since)) for _ in ranks]
-            case Cut():
+            case SnapshotEntry():
                 message = self._link.encode(Snap(entry.number, self.journal.committed.number))
                 return [message for _ in ranks]
 
-    def _replay_message(self, run: Ran, rank: int) -> list[Buffer]:
+    def _replay_message(self, run: RunEntry, rank: int) -> list[Buffer]:
         """Return a run's message for its replay, without fetches that were answered before."""
         seq, _, messages = run
         frames = messages[rank if len(messages) > 1 else 0]
@@ -577,7 +543,11 @@ class RollbackRecovery:
             self._receive(None)
 
     def _receive(self, timeout: float | None) -> None:
-        """Wait for a message, and pass all arrived messages to the client."""
+        """Wait for a message, and pass all arrived messages to the client.
+
+        Args:
+            timeout: seconds; None: without a limit.
+        """
         message = self._link.receive(timeout)
         while message is not None:
             self._client.take(message)

@@ -4,6 +4,8 @@ An op fails on a worker when the client's program has already continued; eager t
 stopped at the op. So the workers are rolled back to the state before the run of the failed op, the
 ops of that run before the failed one are run again, and storages get their results or their earlier
 values. Tensors created later stay: failed where they depend on the op.
+
+``Held`` is a storage's value outside of a trace: on the workers or on the client.
 """
 
 from __future__ import annotations
@@ -25,21 +27,21 @@ from lazygt.record.tensor import Held, Storage, is_lazy, storage_of
 from lazygt.record.trace import Shown
 from lazygt.record.trie import Provenance, TrieNode, makers, sites_of
 from lazygt.runtime.client.client import Client
-from lazygt.submit.planner import CachedPlan, Planner, stored
+from lazygt.submit.planner import CachedPlan, Planner, input_sharding
 
 # -- optimizers' state in the client, saved before each step ---------------------------------------
 # Steps are counted in CPU tensors (Adam's ``step``), and a first step creates a parameter's
 # state. Both exist in the client only.
 
 
-class Stepped(NamedTuple):
-    """Optimizer's state in the client before a step."""
+class StateBeforeStep(NamedTuple):
+    """Copy of an optimizer's state in the client before a step."""
 
     optimizer: weakref.ref[torch.optim.Optimizer]
     numbers: list[torch.Tensor]  # the optimizer's CPU tensors
     #: copies of them, stacked where all have one shape and dtype
     values: torch.Tensor | list[torch.Tensor]
-    known: list[torch.Tensor] | None  # the parameters with a state; None: all had one
+    with_state: list[torch.Tensor] | None  # the parameters with a state; None: all had one
 
     def restore(self) -> None:
         """Restore the optimizer's state."""
@@ -49,14 +51,14 @@ class Stepped(NamedTuple):
         with torch.no_grad():
             for number, value in zip(self.numbers, self.values, strict=True):
                 number.copy_(value)
-        if self.known is not None:
-            known = set(map(id, self.known))
-            for parameter in [p for p in optimizer.state if id(p) not in known]:
+        if self.with_state is not None:
+            with_state = set(map(id, self.with_state))
+            for parameter in [p for p in optimizer.state if id(p) not in with_state]:
                 del optimizer.state[parameter]
 
 
-class WatchedState:
-    """Cache of the CPU tensors of optimizers that step."""
+class OptimizerStates:
+    """Saver of optimizers' states in the client, with a cache of their CPU tensors."""
 
     def __init__(self) -> None:
         #: optimizer -> (id of its state, length of its state, CPU tensors, whether stackable)
@@ -64,7 +66,7 @@ class WatchedState:
             torch.optim.Optimizer, tuple[int, int, list[torch.Tensor], bool]
         ] = weakref.WeakKeyDictionary()
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> Stepped:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> StateBeforeStep:
         """Save the state in the client that a step may change."""
         state: dict[Any, Any] = optimizer.state
         total = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -72,12 +74,15 @@ class WatchedState:
         numbers, is_stackable = self._numbers_of(optimizer, state)
         with torch.no_grad():
             values = torch.stack(numbers) if is_stackable else [t.clone() for t in numbers]
-        return Stepped(weakref.ref(optimizer), numbers, values, with_state)
+        return StateBeforeStep(weakref.ref(optimizer), numbers, values, with_state)
 
     def _numbers_of(
         self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]
     ) -> tuple[list[torch.Tensor], bool]:
-        """Return the CPU tensors, and True if there are any, all of one shape and dtype."""
+        """Return the CPU tensors, and True if there are any, all of one shape and dtype.
+
+        The result is cached while the state is the same dict of the same length.
+        """
         state_id, length, numbers, is_stackable = self._numbers.get(optimizer, (0, 0, [], False))
         if (state_id, length) != (id(state), len(state)):
             numbers = [
@@ -101,19 +106,19 @@ _SPARE = 64
 class Recorded(NamedTuple):
     """Recorded run; the C++ extension builds these tuples, too."""
 
-    seq: int  # seq, base: the number of the run, and the id of its first output
-    base: int
-    kept: CachedPlan | None  # its plan; None for a run without ops
+    seq: int  # number of the run
+    base: int  # id of its first output
+    plan: CachedPlan | None  # its plan; None for a run without ops
     provenance: Provenance  # its ops
     params: Sequence[Any]  # its run-time numbers
-    inputs: Collection[int]  # inputs, frees: ids of its inputs, and of the values that it frees
-    frees: Collection[int]
-    shown: Shown  # the storages of its inputs and values
+    inputs: Collection[int]  # ids of its inputs
+    frees: Collection[int]  # ids of the values that it frees
+    shown: Shown  # the storages that had its inputs and results as values
 
     @property
-    def promised(self) -> range:
+    def output_ids(self) -> range:
         """Ids of the outputs."""
-        return range(self.base, self.base + (0 if self.kept is None else self.kept.entry.outputs))
+        return range(self.base, self.base + (0 if self.plan is None else self.plan.entry.outputs))
 
 
 class Position(NamedTuple):
@@ -123,8 +128,8 @@ class Position(NamedTuple):
     op: int
 
 
-class Overwritten(NamedTuple):
-    """Change of a storage's value by something other than a recorded op."""
+class Overwrite(NamedTuple):
+    """Change of a storage's value by something other than a recorded op, such as an upload."""
 
     at: Position
     storage: weakref.ref[Storage]
@@ -136,17 +141,17 @@ class Overwritten(NamedTuple):
 class _Undone:
     """Values to restore in a rollback to the state before an op."""
 
-    #: storage -> number of its value among the results of the ops that are run again
-    again: dict[Storage, int]
-    held: dict[Storage, Held]  # storage -> its earlier value, for other storages
+    recomputed: dict[Storage, int]  # storage -> number of the result that is computed again for it
+    earlier: dict[Storage, Held]  # other storage -> its earlier value
     written: bool  # True if any storage was written, or a random number drawn, since
-    seeded: bool  # True if the random stream was sent to the workers since
+    seeded: bool  # True if the random generator's state was sent to the workers since
 
 
 class Rollback:
     """Rollback: retains runs with outstanding answers, and undoes the ops after a failed one.
 
     Args:
+        recorder, client, planner: those of the session.
         max_ahead: most runs that may be unanswered.
     """
 
@@ -156,10 +161,10 @@ class Rollback:
         self._recorder, self._client, self._planner = recorder, client, planner
         #: sent runs, oldest first
         self.runs: deque[Recorded] = deque(maxlen=max_ahead + _SPARE)
-        self._watched = WatchedState()
+        self._watched = OptimizerStates()
         #: optimizers' steps, and overwritten storages, since the oldest of those runs
-        self._steps: deque[tuple[Position, Stepped]] = deque(maxlen=max_ahead + _SPARE)
-        self._overwritten: deque[Overwritten] = deque()
+        self._steps: deque[tuple[Position, StateBeforeStep]] = deque(maxlen=max_ahead + _SPARE)
+        self._overwritten: deque[Overwrite] = deque()
         recorder.on_overwritten = self._record_overwritten
 
     # -- retained runs -------------------------------------------------------------------
@@ -180,14 +185,17 @@ class Rollback:
         self._steps.append((self._current_position, self._watched.before_step(optimizer)))
 
     def _record_overwritten(self, storage: Storage, before: Held) -> None:
-        change = Overwritten(self._current_position, weakref.ref(storage), before, Held.of(storage))
+        """Record an overwrite; ``before`` is the value that was replaced."""
+        change = Overwrite(self._current_position, weakref.ref(storage), before, Held.of(storage))
         self._overwritten.append(change)
 
     @property
     def _current_position(self) -> Position:
+        """Position after the last recorded op."""
         return Position(self._client.next_run, self._recorder.trace.step.ops)
 
     def _has_parameters_of(self, optimizer: Any) -> bool:
+        """Return whether an optimizer's parameters belong to this session, by the first of them."""
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         return is_lazy(first) and storage_of(first).owner is self._recorder
 
@@ -212,6 +220,7 @@ class Rollback:
         if not runs or runs[0].seq != first.seq:
             return None
         provenance = runs[0].provenance
+        # each rank reports a node of its own plan; the first recorded op of these is the culprit
         op, failed = min(
             ((provenance.op_of(node, rank), (rank, node, error))
              for rank, node, error in first.nodes), key=itemgetter(0)
@@ -222,7 +231,7 @@ class Rollback:
         undone = _values_to_restore(runs, before, overwritten)
         if not undone.written:
             return None
-        ids = [key for run in runs for key in run.promised]
+        ids = [key for run in runs for key in run.output_ids]
         if not self._client.roll_back(first.seq, ids, *failed):
             return None
         self._restore_storages(runs, before, op, undone)
@@ -239,15 +248,15 @@ class Rollback:
         Args:
             runs: the run with the failed op, and all later runs.
             before: the steps before the failed op.
-            op: its number in the run.
+            op: number of the failed op in the run.
         """
-        ids = {held.key for held in undone.held.values() if held.key is not None}
+        ids = {held.key for held in undone.earlier.values() if held.key is not None}
         freed = {key for run in runs for key in run.frees}
         values = self._client.revive(ids, freed)
-        numbers = tuple(sorted(set(undone.again.values())))
+        numbers = tuple(sorted(set(undone.recomputed.values())))
         if numbers or any(has_effect(step.node) for step in before if step.node is not None):
             self._run_again(runs[0], before, op, undone, numbers)
-        for storage, held in undone.held.items():
+        for storage, held in undone.earlier.items():
             if held.key is not None:
                 values[held.key].sharding = held.sharding
                 storage.set_remote(values[held.key])
@@ -262,19 +271,25 @@ class Rollback:
         undone: _Undone,
         numbers: tuple[int, ...],
     ) -> None:
-        """Run the steps before the failed op again, with the values ``numbers`` as outputs."""
+        """Run the steps before the failed op again, and set the values of storages to results.
+
+        Args:
+            numbers: numbers of the results to return, ``undone.recomputed``'s.
+        """
         last, sites = before[-1], list(run.provenance.call_sites)[:op]
         params = tuple(run.params[: last.params])
         backward = run.provenance.backward
         kinds = tuple(type(value).__name__ for value in params)
-        plan = self._planner.once(before, numbers, sites_of(before, sites, backward), kinds)
+        plan = self._planner.build_uncached(
+            before, numbers, sites_of(before, sites, backward), kinds
+        )
         provenance = Provenance(last, sites, backward, plan.origins)
         inputs = list(run.inputs)[: last.inputs]
         _, outputs = self._client.run(
             plan.entry, inputs, params, (), provenance, "an op has failed"
         )
         values = dict(zip(numbers, outputs, strict=True))
-        for storage, number in undone.again.items():
+        for storage, number in undone.recomputed.items():
             position = plan.positions[number]
             values[number].sharding = plan.shardings[position]
             values[number].call_site = sites[plan.makers[position]] or backward
@@ -282,7 +297,11 @@ class Rollback:
         self._planner.forget([plan])
 
     def _restore_client(self, first: Position, undone: _Undone) -> None:
-        """Restore the optimizers' state in the client, and the random stream."""
+        """Restore the optimizers' state in the client, and the client's random generator.
+
+        Args:
+            first: position of the failed op: only steps after it are undone.
+        """
         for position, stepped in reversed(self._steps):
             if position > first:
                 stepped.restore()
@@ -292,7 +311,10 @@ class Rollback:
 
 
 def _steps_before(steps: list[TrieNode], op: int) -> list[TrieNode]:
-    """Return the steps before the step of an op."""
+    """Return the steps of a trace before the step of op number ``op``.
+
+    Steps are ops and, before their first use, inputs.
+    """
     index = next(
         index for index, step in enumerate(steps) if step.node is not None and step.ops == op + 1
     )
@@ -300,7 +322,7 @@ def _steps_before(steps: list[TrieNode], op: int) -> list[TrieNode]:
 
 
 def _values_to_restore(
-    runs: Sequence[Recorded], before: list[TrieNode], overwritten: Sequence[Overwritten]
+    runs: Sequence[Recorded], before: list[TrieNode], overwritten: Sequence[Overwrite]
 ) -> _Undone:
     """Find the values to restore when all steps of the runs after ``before`` are undone.
 
@@ -317,30 +339,34 @@ def _values_to_restore(
         (storage, change) for change in overwritten if (storage := change.storage()) is not None
     ]
     later = [(storage, change) for storage, change in changes if change.at > position]
-    again, held = _last_values(
+    recomputed, earlier = _last_values(
         runs[0], before, [pair for pair in changes if pair[1].at <= position]
     )
-    promised = {key for run in runs for key in run.promised}
+    output_ids = {key for run in runs for key in run.output_ids}
     for storage, value in _earlier_values(runs, later):
-        if storage not in again and value.key not in promised and value.known:
-            held.setdefault(storage, value)
+        if storage not in recomputed and value.key not in output_ids and value.known:
+            earlier.setdefault(storage, value)
     first = before[-1].values if before else 0
     changed = *runs[0].shown.values[first:], *(s for run in runs[1:] for s in run.shown.values)
     written = {storage for storage in changed if storage is not None}.union(s for s, _ in later)
     steps = [step for run in runs for step in run.provenance.step.path()][len(before) :]
     draws = any(step.facts is not None and step.facts.random for step in steps)
     return _Undone(
-        again,
-        {storage: value for storage, value in held.items() if storage in written},
-        written=draws or not written.isdisjoint({*again, *held}),
+        recomputed,
+        {storage: value for storage, value in earlier.items() if storage in written},
+        written=draws or not written.isdisjoint({*recomputed, *earlier}),
         seeded=any(map(_sends_seed, steps)),
     )
 
 
 def _last_values(
-    run: Recorded, before: list[TrieNode], overwritten: Iterable[tuple[Storage, Overwritten]]
+    run: Recorded, before: list[TrieNode], overwritten: Iterable[tuple[Storage, Overwrite]]
 ) -> tuple[dict[Storage, int], dict[Storage, Held]]:
     """Find the last value of each storage before the op, in the run of the failed op.
+
+    Args:
+        before: the steps before the failed op.
+        overwritten: overwrites before the failed op.
 
     Returns:
         storage -> number of a result of an op; storage -> a value from an overwrite.
@@ -359,9 +385,9 @@ def _last_values(
 
 
 def _earlier_values(
-    runs: Sequence[Recorded], overwritten: Iterable[tuple[Storage, Overwritten]]
+    runs: Sequence[Recorded], overwritten: Iterable[tuple[Storage, Overwrite]]
 ) -> Iterable[tuple[Storage, Held]]:
-    """List the values of storages when they entered a run or were overwritten, in order."""
+    """Return the values of storages when they entered a run or were overwritten, in order."""
     events = [(change.at, 0, storage, change.before) for storage, change in overwritten]
     events += [
         (position, 1, storage, held)
@@ -376,8 +402,9 @@ def _input_values(run: Recorded) -> Iterable[tuple[Position, Storage, Held]]:
     steps = [step for step in run.provenance.step.path() if step.input is not None]
     for storage, key, step in zip(run.shown.inputs, run.inputs, steps, strict=True):
         if storage is not None:
-            yield Position(run.seq, step.ops), storage, Held(key, stored(step), None)
+            yield Position(run.seq, step.ops), storage, Held(key, input_sharding(step), None)
 
 
 def _sends_seed(step: TrieNode) -> bool:
+    """Return whether a step sends the random generator's state to the workers."""
     return step.node is not None and step.node.op in SEEDS

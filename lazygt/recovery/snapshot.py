@@ -2,7 +2,8 @@
 
 The memory is a memfd that the client keeps open, so the process that replaces a dead worker finds
 it unchanged. Snapshots are incremental: values are immutable, so a value that an earlier snapshot
-has is not copied again.
+has is not copied again. Nor is a value that still lies in the client's upload arena: it is
+*borrowed* from there.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
     from lazygt.runtime.arenas import Arena
     from lazygt.runtime.executors.exchange import HostCopies
 
-#: Values that no snapshot has yet, by id: the meta and the bytes of the memory.
-New = dict[int, tuple[TensorMeta, torch.Tensor]]
+#: Values that no snapshot has yet: id -> (meta, bytes of its memory).
+Uncopied = dict[int, tuple[TensorMeta, torch.Tensor]]
 
 
 class Snapshots:
     """Snapshots of one worker.
 
     Values of a GPU are copied to the host concurrently with later runs, if the GPU has memory for
-    intermediate copies; ``taken`` returns the answer then.
+    intermediate copies; ``finished`` returns the answer then.
 
     Args:
         memory: memory of the copies, which has no other user.
@@ -43,7 +44,7 @@ class Snapshots:
         copies: the copies from a GPU; None: values lie in the host's memory.
 
     Attributes:
-        wakes: eventfd that counts the answers for ``taken``; None: ``take`` returns all answers.
+        wakes: eventfd that counts the answers for ``finished``; None: ``take`` returns all answers.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Snapshots:
         copies: HostCopies | None = None,
     ) -> None:
         self._memory, self._upload, self._device, self._ranks = memory, upload, device, ranks
-        #: number of a snapshot -> id of a value -> its copy
+        #: number of a snapshot -> its table: id of a value -> its copy
         self._tables: dict[int, dict[int, Copied]] = {}
         self._copies = copies
         self.wakes = None if copies is None else os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -69,10 +70,12 @@ class Snapshots:
         """Copy the values that no snapshot has.
 
         Args:
+            snap: the client's request.
+            store: the worker's values.
             next_dynamic, generator: see ``Snapped``.
 
         Returns:
-            The answer; None: ``taken`` will have it.
+            The answer to the client; None: ``finished`` will return it.
 
         Raises:
             RuntimeError: the device can't be used any more.
@@ -84,7 +87,7 @@ class Snapshots:
         state = generator.numpy().tobytes()
         answer = Snapped(snap.number, (), failed, next_dynamic, state, begin=begin)
         device_copies = None
-        if self._copies is not None:
+        if self._copies is not None:  # copies on the GPU and their event; None: no memory for them
             device_copies = self._copies.set_aside([flat for _, flat in new.values()])
         if device_copies is None:
             kernels.finish(self._device)  # raises for a failed op, before the state is copied
@@ -98,7 +101,9 @@ class Snapshots:
         self._pending.add_done_callback(self._wake)
         return None
 
-    def _begin_table(self, snap: Snap, store: Store) -> tuple[New, tuple[tuple[int, Failure], ...]]:
+    def _begin_table(
+        self, snap: Snap, store: Store
+    ) -> tuple[Uncopied, tuple[tuple[int, Failure], ...]]:
         """Begin a snapshot's table with values that need no copy.
 
         Returns:
@@ -107,7 +112,7 @@ class Snapshots:
         committed = self._tables.get(snap.committed, {})
         table = self._tables[snap.number] = {}
         failed: list[tuple[int, Failure]] = []
-        new: New = {}
+        new: Uncopied = {}
         for key, value in store.values.items():
             if isinstance(value, Failed):
                 failed.append((key, value.failure))
@@ -121,8 +126,8 @@ class Snapshots:
                     table[key] = Copied(key, meta, offset, _extent_bytes(meta), True)
         return new, tuple(failed)
 
-    def taken(self) -> Snapped | None:
-        """Return the answer to a snapshot that was being taken, once it is there.
+    def finished(self) -> Snapped | None:
+        """Return the answer of a snapshot that is copied on the thread, once; None: not yet.
 
         Raises:
             RuntimeError: the device can't be used any more.
@@ -133,7 +138,7 @@ class Snapshots:
         return pending.result()
 
     def _wake(self, _: object) -> None:
-        """Write the eventfd, once a snapshot is copied."""
+        """Write the eventfd: the thread has copied a snapshot."""
         assert self.wakes is not None
         os.eventfd_write(self.wakes, 1)
 
@@ -143,14 +148,22 @@ class Snapshots:
             wait([self._pending])
             self._pending = None
 
-    def _copy_after_event(self, event: Any, answer: Snapped, committed: int, new: New) -> Snapped:
+    def _copy_after_event(
+        self, event: Any, answer: Snapped, committed: int, new: Uncopied
+    ) -> Snapped:
         """Copy as ``_copy_to_host``, on a side stream after an event of the GPU."""
         assert self._copies is not None
         with self._copies.beside(event):
             return self._copy_to_host(answer, committed, new)
 
-    def _copy_to_host(self, answer: Snapped, committed: int, new: New) -> Snapped:
-        """Copy values to the snapshot memory, and complete the answer."""
+    def _copy_to_host(self, answer: Snapped, committed: int, new: Uncopied) -> Snapped:
+        """Copy values to the snapshot memory, and complete the answer, perhaps by an error.
+
+        Args:
+            answer: the answer to the client, without values.
+            committed: number of the last complete snapshot; after an error only its copies stay.
+            new: the values to copy.
+        """
         table = self._tables[answer.number]
         nbytes = sum(flat.nbytes for _, flat in new.values())
         try:
@@ -200,16 +213,16 @@ class Snapshots:
         for key, failure in restore.failed:
             store.put(key, retained.get(key, Failed(failure)))
 
-    def mark(self, run: int, step: int) -> None:
-        """Note the step that begins in memory that outlives a death of this process in the step."""
+    def note_step(self, run: int, step: int) -> None:
+        """Note the step that begins, in memory that outlives this process's death in the step."""
         self._memory.note(run, step)
 
-    def marked(self) -> tuple[int, int]:
+    def noted_step(self) -> tuple[int, int]:
         """Return the run and the step that were noted last."""
         return read_note(self._memory.fd)
 
     def _free_all_but(self, number: int) -> None:
-        """Free the copies of all snapshots but one."""
+        """Free the copies of all snapshots but one; those that it shares with others stay."""
         retained = {copy.offset for copy in self._entries([number]) if not copy.borrowed}
         other_numbers = [key for key in self._tables if key != number]
         freed = {copy.offset for copy in self._entries(other_numbers) if not copy.borrowed}
@@ -218,6 +231,7 @@ class Snapshots:
         self._tables = {key: t for key, t in self._tables.items() if key == number}
 
     def _entries(self, numbers: Iterable[int]) -> Iterable[Copied]:
+        """Return the copies of these snapshots."""
         return (copy for number in numbers for copy in self._tables.get(number, {}).values())
 
     def _value(self, copy: Copied) -> torch.Tensor:
@@ -227,7 +241,7 @@ class Snapshots:
         flat = memory.view(copy.offset, copy.nbytes)
         if not copy.borrowed or self._device.type != "cpu":
             flat = torch.empty(copy.nbytes, dtype=torch.uint8, device=self._device).copy_(flat)
-        return laid_out(flat, copy.meta)
+        return view_with_meta(flat, copy.meta)
 
 
 def _extent_bytes(meta: TensorMeta) -> int:
@@ -249,7 +263,7 @@ def _bytes_of(value: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return value_bits.as_strided((meta.extent,), (1,), 0).view(torch.uint8)
 
 
-def laid_out(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def view_with_meta(flat: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Return a view of bytes as a tensor with this meta: dtype, shape, strides, conj, neg."""
     if not meta.numel:
         return meta.empty(flat.device)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lazygt.errors import ProtocolError
-from lazygt.host.files import create_file, memory_of
+from lazygt.host.files import create_file, memfd_bytes
 
 ALIGNMENT = 256
 """Every slot starts at a multiple of this many bytes, as CUDA and SIMD kernels like it."""
@@ -181,7 +181,7 @@ class Arena:
     @property
     def held(self) -> int:
         """Bytes of memory of the memfd, written by any process."""
-        return memory_of(self.fd)
+        return memfd_bytes(self.fd)
 
     def extents(self, most: int) -> Iterator[tuple[int, int]]:
         """Yield (offset, bytes) of all written data, in pieces of at most ``most`` bytes.

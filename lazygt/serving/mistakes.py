@@ -48,11 +48,11 @@ class Remark(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A user's figures of a stage; ``batch``: size of the batches that they refer to."""
+    """A user's figures of a stage."""
 
     stage: str
-    batch: int | None
-    values: dict[str, float]
+    batch: int | None  # size of the batches that they refer to; None: the stage's
+    values: dict[str, float]  # by key, see ``_KEYS``
 
 
 def parse_claim(text: str) -> Claim:
@@ -67,6 +67,7 @@ def parse_claim(text: str) -> Claim:
 
 
 def _number(text: str) -> float:
+    """Parse a number of at least 0."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise ValueError("expected a number, 0 or more")
@@ -82,7 +83,7 @@ _KEYS: dict[str, Callable[[str], Any]] = {
 # -- remarks on stages -----------------------------------------------------------------------------
 
 
-def spotted(stages: Sequence[StageNumbers]) -> list[Remark]:
+def find_mistakes(stages: Sequence[StageNumbers]) -> list[Remark]:
     """Return remarks on high loads, and on mistakes behind a number of GPUs, a wait or a batch."""
     remarks = []
     for numbers in stages:
@@ -149,7 +150,9 @@ def _batch_remarks(numbers: StageNumbers) -> list[Remark]:
 # -- claims ----------------------------------------------------------------------------------------
 
 
-def judged(qps: float, stages: Sequence[StageNumbers], claims: Sequence[Claim]) -> list[Remark]:
+def check_claims(
+    qps: float, stages: Sequence[StageNumbers], claims: Sequence[Claim]
+) -> list[Remark]:
     """Check each claim, and return a remark on each: it holds, or the mistake that explains it.
 
     Raises:
@@ -168,12 +171,17 @@ def judged(qps: float, stages: Sequence[StageNumbers], claims: Sequence[Claim]) 
             shared = numbers.arriving == numbers.qps
             numbers = stage_numbers(qps, of_batch, numbers.gpus, shared)
         for key, value in claim.values.items():
-            remarks.append(_judged(numbers, key, value, by_name[claim.stage]))
+            remarks.append(_check_claim(numbers, key, value, by_name[claim.stage]))
     return remarks
 
 
-def _judged(numbers: StageNumbers, key: str, value: float, planned: StageNumbers) -> Remark:
-    """Compare a claimed value with the correct one, then with the results of known mistakes."""
+def _check_claim(numbers: StageNumbers, key: str, value: float, planned: StageNumbers) -> Remark:
+    """Compare a claimed value with the correct one, then with the results of known mistakes.
+
+    Args:
+        numbers: the stage's figures, with the claim's batch size.
+        planned: the stage's figures as planned.
+    """
     stage = numbers.stage
     correct, derivation = _correct_value(numbers, key)
     show = _FORMATS[key]
@@ -213,7 +221,7 @@ def _known_mistakes(numbers: StageNumbers, key: str) -> list[tuple[int, float, s
     """List mistakes that explain a claim: (mistake, its result, its reasoning)."""
     stage = numbers.stage
     collection_of_all = stage.batch / numbers.qps
-    totals = (numbers.first, numbers.mean)
+    totals = (numbers.first, numbers.mean)  # waiting and inference
     waiting_counted = "counts the wait as work"
     one_queue = (
         f"collects a batch at the rate of all GPUs together ({numbers.qps:,g} requests a second)"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from lazygt.graph.text import duration
-from lazygt.serving.mistakes import Claim, Remark, judged, parse_claim, spotted
+from lazygt.serving.mistakes import Claim, Remark, check_claims, find_mistakes, parse_claim
 from lazygt.serving.report import (
     AT_HIGH_LOAD,
     CURVE_LOADS,
@@ -26,9 +26,9 @@ from lazygt.serving.simulation import (
     RecordedArrivals,
     ServiceRun,
     parse_arrivals,
+    short_seconds,
     simulate,
     simulated_seconds,
-    tried_seconds,
 )
 from lazygt.serving.stages import (
     HIGH_LOAD,
@@ -93,7 +93,13 @@ def plan(
 
 
 class _Service:
-    """Planner of one service; simulations are cached by GPUs, rate and length."""
+    """Planner of one service; simulations are cached by GPUs, rate and length.
+
+    Attributes:
+        seconds, trial_seconds: length of a simulation, and of a short one.
+        numbers: figures of the stages by the formulas, with the GPUs of the settings.
+        run: ``_run``, cached.
+    """
 
     def __init__(
         self, qps: float, stages: tuple[Stage, ...], arrivals: Arrivals, balance: str,
@@ -106,11 +112,12 @@ class _Service:
         else:
             self.seconds = self.trial_seconds = seconds or simulated_seconds(qps, stages)
             if isinstance(arrivals, Poisson):  # a short simulation would have few bursts
-                self.trial_seconds = min(self.seconds, tried_seconds(qps, stages))
+                self.trial_seconds = min(self.seconds, short_seconds(qps, stages))
         self.numbers = self._numbers(qps, [None] * len(stages))
         self.run = cache(self._run)
 
     def _numbers(self, qps: float, gpus: Sequence[int | None]) -> tuple[StageNumbers, ...]:
+        """Return the figures of the stages by the formulas; None: the fewest possible GPUs."""
         shared = self.balance == "shared"
         return tuple(
             stage_numbers(qps, stage, count, shared)
@@ -118,17 +125,20 @@ class _Service:
         )
 
     def _run(self, gpus: Gpus, qps: float, seconds: float) -> ServiceRun:
+        """Simulate the service with some GPUs."""
         numbers = self._numbers(qps, gpus)
         return simulate(qps, numbers, self.arrivals, seconds, self.balance, self.seed)
 
     def plan(self, slo: float | None, claims: Sequence[Claim]) -> ServicePlan:
         """Return the plan: figures, choices and remarks."""
-        remarks = judged(self.qps, self.numbers, claims)
+        remarks = check_claims(self.qps, self.numbers, claims)
         choices = self._choices(slo)
         chosen = choices[0 if choices[0].why == GIVEN else -1]
         remarks += [
-            *spotted(self.numbers), *_slo_remarks(slo, choices), *self._formula_remarks(choices[0])
-        ]  # fmt: skip
+            *find_mistakes(self.numbers),
+            *_slo_remarks(slo, choices),
+            *self._formula_remarks(choices[0]),
+        ]
         return ServicePlan(
             self.qps, slo, self.arrivals, self.balance, self.seed, self.seconds, self.numbers,
             tuple(choices), chosen, tuple(self._curve(chosen)), tuple(remarks),
@@ -149,7 +159,7 @@ class _Service:
 
     def _gpus_for_slo(self, slo: float) -> Gpus | None:
         """Search the fewest GPUs for the SLO by short simulations; confirm them by a long one."""
-        enough = gpus_that_hold(
+        enough = fewest_gpus_for_slo(
             self.qps, self.stages, slo, lambda gpus: self.run(gpus, self.qps, self.trial_seconds)
         )
         if enough is None:
@@ -157,13 +167,15 @@ class _Service:
         for _ in range(_MAX_ADDITIONS):
             if self.run(enough, self.qps, self.seconds).latency.p99 <= slo:
                 return enough
-            enough = more(enough)
+            enough = with_more_gpus(enough)
         return None
 
     def _choice(self, reason: str, gpus: Gpus) -> ServiceChoice:
+        """Return a number of GPUs with its simulation."""
         return ServiceChoice(reason, gpus, self._load(gpus), self.run(gpus, self.qps, self.seconds))
 
     def _load(self, gpus: Gpus) -> float:
+        """Return the load of the busiest stage, by the formulas."""
         return max(numbers.load for numbers in self._numbers(self.qps, gpus))
 
     def _curve(self, chosen: ServiceChoice) -> list[Point]:
@@ -210,14 +222,18 @@ def _slo_remarks(slo: float | None, choices: Sequence[ServiceChoice]) -> list[Re
 
 # -- provisioning: the fewest simulated GPUs with a p99 within the SLO -----------------------------
 
-Try = Callable[[Gpus], ServiceRun]
+#: Function that simulates the service with some GPUs.
+SimulateGpus = Callable[[Gpus], ServiceRun]
+#: Growth of the multiple of the busy GPUs until the SLO holds.
 
 _GROWTH = 1.25
 #: Maximum multiple of the busy GPUs: beyond it latency is not caused by waiting.
 _MAX_FACTOR = 20.0
 
 
-def gpus_that_hold(qps: float, stages: Sequence[Stage], slo: float, simulated: Try) -> Gpus | None:
+def fewest_gpus_for_slo(
+    qps: float, stages: Sequence[Stage], slo: float, simulated: SimulateGpus
+) -> Gpus | None:
     """Search the fewest GPUs with a simulated p99 within ``slo`` seconds; None if none are found.
 
     First the common multiple of the busy GPUs of all stages is searched, by growth and bisection;
@@ -228,40 +244,40 @@ def gpus_that_hold(qps: float, stages: Sequence[Stage], slo: float, simulated: T
         simulated: returns the simulation with some GPUs.
     """
 
-    def hold(gpus: Gpus) -> bool:
+    def meets_slo(gpus: Gpus) -> bool:
         return simulated(gpus).latency.p99 <= slo
 
     too_few, factor = None, 1.0
-    while not hold(enough := _scaled_gpus(qps, stages, factor)):
+    while not meets_slo(enough := _scaled_gpus(qps, stages, factor)):
         too_few, factor = factor, factor * _GROWTH
         if factor > _MAX_FACTOR:
             return None
     if too_few is not None:
-        enough = _bisected(qps, stages, too_few, factor, hold)
-    return _reduced(qps, stages, enough, hold) if sum(map(bool, enough)) > 1 else enough
+        enough = _bisected(qps, stages, too_few, factor, meets_slo)
+    return _reduced(qps, stages, enough, meets_slo) if sum(map(bool, enough)) > 1 else enough
 
 
 def _scaled_gpus(qps: float, stages: Sequence[Stage], factor: float) -> Gpus:
-    """Return ``factor`` times the busy GPUs of each stage, rounded up, at least ``least``."""
+    """Return ``factor`` times the busy GPUs of each stage, rounded up, at least `fewest_gpus`."""
     return tuple(
-        max(math.ceil(busy * factor), least(busy)) if (busy := busy_gpus(qps, stage)) else 0
+        max(math.ceil(busy * factor), fewest_gpus(busy)) if (busy := busy_gpus(qps, stage)) else 0
         for stage in stages
     )
 
 
-def more(gpus: Gpus) -> Gpus:
+def with_more_gpus(gpus: Gpus) -> Gpus:
     """Add one GPU in a hundred to the stage that has the most."""
     index = gpus.index(max(gpus))
     return (*gpus[:index], gpus[index] + math.ceil(gpus[index] / 100), *gpus[index + 1 :])
 
 
-def least(busy: float) -> int:
+def fewest_gpus(busy: float) -> int:
     """Return the fewest GPUs that are not busy all the time."""
     return math.floor(busy * (1 + 1e-9)) + 1
 
 
 def _bisected(
-    qps: float, stages: Sequence[Stage], low: float, high: float, hold: Callable[[Gpus], bool]
+    qps: float, stages: Sequence[Stage], low: float, high: float, meets_slo: Callable[[Gpus], bool]
 ) -> Gpus:
     """Bisect the multiple of the busy GPUs, between ``low`` (too few) and ``high`` (enough)."""
     too_few, enough = (_scaled_gpus(qps, stages, factor) for factor in (low, high))
@@ -270,7 +286,7 @@ def _bisected(
         gpus = _scaled_gpus(qps, stages, middle)
         if gpus in (too_few, enough) and high - low < 1e-6:
             break
-        if hold(gpus):
+        if meets_slo(gpus):
             high, enough = middle, gpus
         else:
             low, too_few = middle, gpus
@@ -278,14 +294,19 @@ def _bisected(
 
 
 def _reduced(
-    qps: float, stages: Sequence[Stage], enough: Gpus, hold: Callable[[Gpus], bool]
+    qps: float, stages: Sequence[Stage], enough: Gpus, meets_slo: Callable[[Gpus], bool]
 ) -> Gpus:
-    """Remove GPUs from one stage after another while the SLO holds, the largest stage first."""
-    lowest = [least(busy_gpus(qps, stage)) for stage in stages]
+    """Remove GPUs from one stage after another while the SLO holds, the largest stage first.
+
+    Args:
+        enough: GPUs with which the SLO holds.
+        meets_slo: returns whether it holds with some GPUs.
+    """
+    lowest = [fewest_gpus(busy_gpus(qps, stage)) for stage in stages]
     for at in sorted(range(len(enough)), key=lambda at: -enough[at]):
         while enough[at] > lowest[at]:
             gpus = (*enough[:at], enough[at] - 1, *enough[at + 1 :])
-            if not hold(gpus):
+            if not meets_slo(gpus):
                 break
             enough = gpus
     return enough

@@ -92,7 +92,11 @@ def draw(axes: Axes, curve: Sequence[Point], qps: float, slo: float | None) -> N
 
 
 def _marks(axes: Axes, full: Point, qps: float, slo: float | None) -> None:
-    """Mark the requested throughput, the SLO, and the load at which queues build up."""
+    """Mark the requested throughput, the SLO, and the load at which queues build up.
+
+    Args:
+        full: the point with the highest load.
+    """
     axes.axvline(qps, color="0.3", linewidth=1, label=f"requested: {qps:,g}")
     high = full.qps * HIGH_LOAD / full.load
     axes.axvspan(
@@ -112,6 +116,7 @@ class ServicePlan(Printed):
     Attributes:
         qps: requests a second.
         slo: limit of the p99 latency in seconds; None: no limit.
+        balance: load balancing; see ``serving.simulation``.
         seconds: simulated seconds.
         formulas: figures of each stage by mean-value formulas.
         choices: simulated numbers of GPUs.
@@ -218,6 +223,7 @@ class ServicePlan(Printed):
         return {numbers.stage.name: gpus for numbers, gpus in pairs if gpus}
 
     def _formulas(self) -> PlainTable:
+        """Build the table of figures by the formulas."""
         table = PlainTable("stage", ">batch", ">inference", ">QPS of a GPU", ">GPUs", ">load",
                        ">QPS at a queue", ">collection", ">mean", ">first")  # fmt: skip
         for row in self.formulas:
@@ -237,6 +243,7 @@ class ServicePlan(Printed):
         return table
 
     def _choices(self) -> PlainTable:
+        """Build the table of simulated numbers of GPUs."""
         names = [each.stage.name for each in self.formulas if each.gpus]
         many = len(names) > 1
         table = PlainTable("GPUs", *([f">{name}" for name in names] if many else []), ">together",
@@ -249,6 +256,7 @@ class ServicePlan(Printed):
         return table
 
     def _curve(self) -> PlainTable:
+        """Build the table of latency against throughput."""
         return PlainTable(
             ">load", ">QPS", ">formula", ">mean", ">p50", ">p99", ">in a batch", ">SLO",
             rows=(
@@ -259,12 +267,14 @@ class ServicePlan(Printed):
         )  # fmt: skip
 
     def _slo_text(self, run: ServiceRun) -> str:
+        """Return whether a simulation holds the SLO, as text."""
         if self.slo is None:
             return "-"
         return "holds" if run.latency.p99 <= self.slo else "missed"
 
 
 def _gpus_text(by_stage: dict[str, int]) -> str:
+    """Describe the GPUs of the stages."""
     if len(by_stage) == 1:
         return count(next(iter(by_stage.values())), "GPU")
     return ", ".join(f"{count(gpus, 'GPU')} for {name}" for name, gpus in by_stage.items())
@@ -280,6 +290,7 @@ def _batch_sizes(run: ServiceRun) -> str:
 
 
 def _formula_dict(numbers: StageNumbers) -> dict[str, Any]:
+    """Return a stage's figures by the formulas, for JSON."""
     fields = numbers._asdict()
     stage = fields.pop("stage")
     wait = "full" if stage.wait == math.inf else stage.wait
@@ -290,6 +301,7 @@ def _formula_dict(numbers: StageNumbers) -> dict[str, Any]:
 
 
 def _run_dict(run: ServiceRun) -> dict[str, Any]:
+    """Return the figures of a simulation, for JSON."""
     stages = [
         {"name": each.name, **each.latency._asdict(), "load": each.load, "batch": each.requests}
         for each in run.stages

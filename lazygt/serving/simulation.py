@@ -233,11 +233,11 @@ class ServiceRun(NamedTuple):
 
 
 class Served(NamedTuple):
-    """End times of requests, in their order; sizes of batches; GPU seconds of all batches."""
+    """Result of serving the requests of a stage or a queue."""
 
-    done: Times
-    sizes: npt.NDArray[np.int64]
-    busy: float
+    done: Times  # end times of the requests, in their order
+    sizes: npt.NDArray[np.int64]  # sizes of the batches
+    busy: float  # GPU seconds of all batches
 
 
 def simulated_seconds(qps: float, stages: Sequence[Stage]) -> float:
@@ -251,7 +251,7 @@ def simulated_seconds(qps: float, stages: Sequence[Stage]) -> float:
     )
 
 
-def tried_seconds(qps: float, stages: Sequence[Stage]) -> float:
+def short_seconds(qps: float, stages: Sequence[Stage]) -> float:
     """Return the seconds of a short simulation."""
     requests_per_second = qps * max(stage.fan for stage in stages)
     return max(
@@ -310,6 +310,7 @@ def simulate(
 
 
 def _latency(seconds: Times) -> Latency:
+    """Return the statistics of latencies."""
     p50, p99 = np.percentile(seconds, (50, 99))
     return Latency(float(seconds.mean()), float(p50), float(p99))
 
@@ -320,6 +321,10 @@ def _serve_stage(
     """Serve requests in a stage; return the times at which they leave it, in the same order.
 
     Each request becomes ``fan`` requests, and leaves with the last of them.
+
+    Args:
+        arrived: times at which requests arrive at the stage.
+        balance: one of ``BALANCES``.
     """
     stage = numbers.stage
     if not stage.on_gpus:
@@ -379,6 +384,7 @@ def _serve_singly(arrived: Times, stage: Stage, gpus: int) -> Served:
     for gpu in range(min(gpus, len(arrived))):
         arrived_here = arrived[gpu::gpus]
         service_ends = seconds * np.arange(1, len(arrived_here) + 1)
+        # the recursion's closed form: end[k] = max over j <= k of arrival[j] + (k - j + 1) * length
         done[gpu::gpus] = (
             np.maximum.accumulate(arrived_here - service_ends + seconds) + service_ends
         )
@@ -386,12 +392,16 @@ def _serve_singly(arrived: Times, stage: Stage, gpus: int) -> Served:
 
 
 def _serve_batches(arrived: Times, stage: Stage, gpus: int) -> Served:
-    """Serve requests in batches: each is started by the GPU that becomes free first (a heap)."""
+    """Serve requests in batches: each is started by the GPU that becomes free first (a heap).
+
+    A batch starts when a GPU is free and it is full, or its first request has waited for ``wait``.
+    """
     times: list[float] = arrived.tolist()
     count, batch, wait = len(times), stage.batch, stage.wait
     seconds_of_size = [stage.seconds(size) for size in range(batch + 1)]
     free_at = [0.0] * gpus  # heap of the times at which GPUs become free
-    ends, done, first, busy = [], [], 0, 0.0
+    ends, done, busy = [], [], 0.0  # of each batch: index after its last request, and end time
+    first = 0  # first waiting request
     while first < count:
         start = max(times[first], free_at[0])
         if wait:

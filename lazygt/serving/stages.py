@@ -130,6 +130,10 @@ def read_settings(
 ) -> dict[str, Any]:
     """Parse the value of each setting with the parser of its key.
 
+    Args:
+        owner: name of the object with the settings, for errors.
+        keys: parser of each key's text.
+
     Raises:
         ValueError: a key is unknown, or a value is invalid.
     """
@@ -237,7 +241,7 @@ _SLACK = 1e-9  # 30,000 / (20 / 0.03) is 45, despite rounding
 
 
 class StageNumbers(NamedTuple):
-    """A stage by its formulas; seconds, and requests a second.
+    """Figures of a stage by the formulas above; in seconds, and in requests a second.
 
     Attributes:
         qps: arriving requests: the service's, times ``fan``.

@@ -23,7 +23,7 @@ from lazygt.graph.mesh import Mesh
 from lazygt.graph.placement import COLLECTIVES, LAUNCH, LAUNCH_, RECV, SEND, WAIT
 from lazygt.machine import Machine
 from lazygt.machine.extrapolation import Outside, outside
-from lazygt.machine.prices import line_seconds
+from lazygt.machine.prices import axis_group_seconds
 from lazygt.runtime.plan import Plan
 from lazygt.simulation.node_times import Kernel, kernels_of
 from lazygt.simulation.rank_memory import KnownCategories, Memory, memory_of
@@ -89,7 +89,7 @@ class Simulated:
 
 
 class Rehearsal:
-    """Plans of all ranks, prepared for simulation on any number of machines.
+    """Plans of all ranks, prepared once for simulation on any machines.
 
     Args:
         plans: plan of each rank of the mesh, or one plan for all ranks.
@@ -124,17 +124,26 @@ class Rehearsal:
             Deadlock: ranks wait for each other.
         """
         runs = [_Run(work, self._counts[work.rank], machine) for work in self._works]
-        unfinished = [(run, run.nodes(runs)) for run in runs]
-        while unfinished:
+        unfinished = [(run, run.simulate(runs)) for run in runs]
+        while unfinished:  # advance each class until it waits; a round without progress: deadlock
             done = sum(run.node for run in runs)
             unfinished = [pair for pair in unfinished if next(pair[1], _END) is not _END]
             if unfinished and sum(run.node for run in runs) == done:
-                raise Deadlock("; ".join(run.stands() for run, _ in unfinished))
+                raise Deadlock("; ".join(run.position_text() for run, _ in unfinished))
         return Simulated(tuple([run.result for run in runs]))
 
 
 class _ClassWork:
-    """Work of one class of ranks, independent of the machine."""
+    """Work of one class of ranks, independent of the machine.
+
+    Attributes:
+        rank: the class's first rank, which stands for all.
+        axis_groups: axis -> the ranks of the first rank's group.
+        classes: axis -> the class of each rank of that group.
+        position: axis -> position of the first rank in its group.
+        kernels, results: those of each node.
+        exchanges: collectives and messages by node.
+    """
 
     def __init__(
         self,
@@ -173,8 +182,8 @@ class _Run:
 
     Attributes:
         node: number of the node that runs, or waits.
-        launched: axis -> launch times of this class's collectives on the axis, in order.
-        sent: (axis, position of the receiver in its group) -> arrival times of messages.
+        launch_times: axis -> launch times of this class's collectives on the axis, in order.
+        arrivals: (axis, position of the receiver in its group) -> arrival times of messages.
     """
 
     def __init__(self, work: _ClassWork, count: int, machine: Machine) -> None:
@@ -185,25 +194,29 @@ class _Run:
         self._work, self._graph, self._machine = work, work.graph, machine
         self._now = self._host = 0.0
         self.node = 0
-        self.launched: dict[str, list[float]] = defaultdict(list)
-        self.sent: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.launch_times: dict[str, list[float]] = defaultdict(list)
+        self.arrivals: dict[tuple[str, int], list[float]] = defaultdict(list)
         self._received: dict[tuple[str, int], int] = defaultdict(int)
         self._lane_free_at: dict[str, float] = defaultdict(float)
         #: value of a collective in flight -> (axis, position among the launches on the axis)
         self._in_flight: dict[int, tuple[str, int]] = {}
         #: axis -> launched collectives, and (begin, end) of those with known times
-        self._launched: dict[str, list[Communication]] = defaultdict(list)
+        self._collectives: dict[str, list[Communication]] = defaultdict(list)
         self._times: dict[str, list[tuple[float, float]]] = defaultdict(list)
         #: (axis, position) -> exposed seconds so far of collectives in flight
         self._exposed: dict[tuple[str, int], float] = defaultdict(float)
 
-    def stands(self) -> str:
-        """Return the node at which the class is blocked, for the error of a deadlock."""
+    def position_text(self) -> str:
+        """Describe the node at which the class is blocked, for the error of a deadlock."""
         node = self._graph.nodes[self.node]
         return f"rank {self.result.rank} at {node.op} ({self._graph.line(self.node)})"
 
-    def nodes(self, runs: Sequence[_Run]) -> Iterator[None]:
-        """Simulate all nodes; yield while one waits for an event with an unknown time."""
+    def simulate(self, runs: Sequence[_Run]) -> Iterator[None]:
+        """Simulate all nodes; yield while one waits for an event with an unknown time.
+
+        Args:
+            runs: the simulations of all classes.
+        """
         starts = []
         while self.node < len(self._graph.nodes):
             starts.append(self._now)
@@ -253,30 +266,30 @@ class _Run:
         return begin
 
     def _launch(self) -> None:
-        """Note the launch of a collective at the present time."""
+        """Record the launch of a collective at the present time."""
         collective = self._work.exchanges[self.node]
         axis = collective.mesh_dim
-        self._in_flight[self._work.results[self.node][0]] = axis, len(self.launched[axis])
-        self.launched[axis].append(self._now)
-        self._launched[axis].append(collective)
+        self._in_flight[self._work.results[self.node][0]] = axis, len(self.launch_times[axis])
+        self.launch_times[axis].append(self._now)
+        self._collectives[axis].append(collective)
 
     def _wait(self, value: int, runs: Sequence[_Run]) -> Iterator[None]:
         """Wait for a collective."""
         axis, position = self._in_flight.pop(value)
         while not self._is_known(axis, position, runs):
             yield
-        (begin, end), collective = self._times[axis][position], self._launched[axis][position]
+        (begin, end), collective = self._times[axis][position], self._collectives[axis][position]
         self._count_exposed(axis, position)
         exposed = self._exposed.pop((axis, position), 0.0)
         name = collective_name(collective.kind, collective.reduce_op)
-        self._exchange(collective, name, begin, end, exposed)
+        self._add_span(collective, name, begin, end, exposed)
         self._now = max(self._now, end)
 
-    def _exchange(
-        self, what: Communication, name: str, begin: float, end: float, exposed: float
+    def _add_span(
+        self, message: Communication, name: str, begin: float, end: float, exposed: float
     ) -> None:
-        """Draw an exchange on the lane of its axis."""
-        span = Span(what.mesh_dim, name, begin, end, what.source, exposed, what.nbytes)
+        """Add the span of a collective or a message to the result, on the lane of its axis."""
+        span = Span(message.mesh_dim, name, begin, end, message.source, exposed, message.nbytes)
         self.result.spans.append(span)
 
     def _count_exposed(self, axis: str, position: int) -> None:
@@ -294,42 +307,47 @@ class _Run:
         """Return whether a collective's end is known; computes the times up to it on its axis.
 
         They are known once every rank of the group has launched the collective.
+
+        Args:
+            position: index of the collective among this class's launches on the axis.
+            runs: the simulations of all classes.
         """
         times = self._times[axis]
-        launched = [runs[number].launched[axis] for number in set(self._work.classes[axis])]
+        launched = [runs[number].launch_times[axis] for number in set(self._work.classes[axis])]
         if any(len(at) <= position for at in launched):
             return False
         while len(times) <= position:
-            collective = self._launched[axis][len(times)]
+            collective = self._collectives[axis][len(times)]
             begin = max(self._lane_free_at[axis], *(at[len(times)] for at in launched))
             end = begin + self._seconds(collective, self._work.axis_groups[axis])
             self._lane_free_at[axis] = end
             times.append((begin, end))
         return True
 
-    def _seconds(self, what: Communication, ranks: Sequence[int]) -> float:
-        return line_seconds(self._machine, what.kind, what.nbytes, ranks)
+    def _seconds(self, message: Communication, ranks: Sequence[int]) -> float:
+        """Return the duration of a collective or a message between ranks."""
+        return axis_group_seconds(self._machine, message.kind, message.nbytes, ranks)
 
     def _send(self, peer: int) -> None:
-        """Put a message on the axis's send lane, and note its arrival."""
+        """Put a message on the axis's send lane, and record its arrival."""
         message = self._work.exchanges[self.node]
         axis, group = message.mesh_dim, self._work.axis_groups[message.mesh_dim]
         begin = max(self._now, self._lane_free_at[f"{axis} sends"])
         pair = (group[self._work.position[axis]], group[peer])
         end = begin + self._seconds(message, pair)
         self._lane_free_at[f"{axis} sends"] = end
-        self.sent[axis, peer].append(end)
-        self._exchange(message, "send", begin, end, 0.0)
+        self.arrivals[axis, peer].append(end)
+        self._add_span(message, "send", begin, end, 0.0)
 
     def _receive(self, source: int, runs: Sequence[_Run]) -> Iterator[None]:
         """Wait for the next message of a rank."""
         message = self._work.exchanges[self.node]
         axis = message.mesh_dim
-        arrivals = runs[self._work.classes[axis][source]].sent[axis, self._work.position[axis]]
+        arrivals = runs[self._work.classes[axis][source]].arrivals[axis, self._work.position[axis]]
         index = self._received[axis, source]
         while len(arrivals) <= index:
             yield
         self._received[axis, source] += 1
         begin, self._now = self._now, max(self._now, arrivals[index])
         if exposed := self._now - begin:
-            self._exchange(message, "receive", begin, self._now, exposed)
+            self._add_span(message, "receive", begin, self._now, exposed)

@@ -128,6 +128,7 @@ def _arithmetic(
 
 
 def _product(node: Node, flops: int, metas: Sequence[TensorMeta | None]) -> Product:
+    """Return the work of a matmul, a convolution or an attention."""
     operands = [meta for value in node.refs() if (meta := metas[value]) is not None]
     sizes = product_sizes(node, metas)
     return Product(_dtype(operands), flops, *([] if sizes is None else [sizes]))

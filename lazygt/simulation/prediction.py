@@ -24,12 +24,12 @@ from lazygt.observe.report import (
     by_axis,
     exchanged_table,
     outside_table,
-    shown,
+    short_line,
 )
 from lazygt.observe.timeline import TimedRun, box, track_name, write_trace
 from lazygt.printing.tables import PlainTable, Printed, heading, section, summed
 from lazygt.simulation.discrete_event import RankClass, Simulated, Span
-from lazygt.simulation.rank_memory import KINDS, HeldMemory
+from lazygt.simulation.rank_memory import KINDS, LiveMemory
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 from lazygt.submit.memory_categories import OPTIMIZER, PARAMETERS
 
@@ -66,6 +66,8 @@ class SimulatedRun(NamedTuple):
     """A simulated run of a plan.
 
     Attributes:
+        plan: beginning of the plan's digest.
+        simulated: the run on all ranks.
         beside: bytes by category that a rank holds besides the plan's own values.
     """
 
@@ -92,7 +94,7 @@ class Peak(NamedTuple):
     rank: int
     line: str
     kinds: dict[str, int]
-    lines: Sequence[HeldMemory]
+    lines: Sequence[LiveMemory]
 
 
 @dataclass(frozen=True, repr=False)
@@ -198,7 +200,7 @@ class Prediction(Printed):
         )
         memory = ranks.memory
         kinds = {kind: run.beside.get(kind, 0) + nbytes for kind, nbytes in memory.kinds.items()}
-        besides = [HeldMemory(kind, "", nbytes) for kind, nbytes in run.beside.items()]
+        besides = [LiveMemory(kind, "", nbytes) for kind, nbytes in run.beside.items()]
         lines = summed((*memory.lines, *besides), "nbytes")
         lines.sort(key=lambda row: -row.nbytes)
         return Peak(sum(kinds.values()), ranks.rank, memory.line, kinds, lines)
@@ -225,6 +227,7 @@ class Prediction(Printed):
         return 0 if kind == "receive" else round(ring_bytes(kind, span.nbytes, ranks))
 
     def _ranks_along(self, axis: str) -> int:
+        """Return the number of ranks along an axis."""
         return 1 if self.mesh is None else self.mesh.size(axis)
 
     def by_parallelism(self) -> list[ExchangedRow]:
@@ -264,12 +267,12 @@ class Prediction(Printed):
             yield Text("\n".join(map(str, self.suggestions)) or "nothing that was tried")
         yield heading("what holds memory at the peak")
         yield PlainTable("kind", ">bytes", "line", rows=(
-            (kind, amount(nbytes, "B"), shown(line) if line else "held before")
+            (kind, amount(nbytes, "B"), short_line(line) if line else "held before")
             for kind, line, nbytes in self.peak.lines[:_MAX_ROWS]
         ))  # fmt: skip
         yield heading("the dearest lines of the busiest rank")
         yield PlainTable("line", ">time", rows=(
-            (shown(line), duration(seconds)) for line, seconds in self.by_line()[:_MAX_ROWS]
+            (short_line(line), duration(seconds)) for line, seconds in self.by_line()[:_MAX_ROWS]
         ))  # fmt: skip
         sent = exchanged_table(self.by_parallelism())
         yield from section("collectives, the most exposed first", self._collectives_table())
@@ -277,11 +280,12 @@ class Prediction(Printed):
         yield from section(OUTSIDE, outside_table(self.outside))
 
     def _collectives_table(self) -> PlainTable:
+        """Build the table of the most exposed collectives."""
         return PlainTable(
             "axis", "collective", ">count", ">payload", ">ring a rank", ">time", ">exposed", "line",
             rows=(
                 (row.axis, row.kind, row.times, amount(row.nbytes, "B"), amount(row.ring, "B"),
-                 duration(row.seconds), duration(row.exposed), shown(row.line))
+                 duration(row.seconds), duration(row.exposed), short_line(row.line))
                 for row in self.collectives[:_MAX_ROWS]
             ),
         )  # fmt: skip
@@ -307,7 +311,7 @@ class Prediction(Printed):
         )
         if self.tokens:
             yield f"  {self.tokens:,} tokens, {self.tokens_per_second:,.0f} a second"
-        yield f"  peak {amount(peak, 'B')} a rank at {shown(self.peak_line)}{excess}"
+        yield f"  peak {amount(peak, 'B')} a rank at {short_line(self.peak_line)}{excess}"
         kinds = [f"{kind} {amount(size, 'B')}" for kind, size in self.peak.kinds.items() if size]
         yield f"    {', '.join(kinds)}"
         if self.collectives:
@@ -317,7 +321,7 @@ class Prediction(Printed):
         elif self.mesh is not None:
             yield "  nothing is exchanged: every rank does all that the program says of its values"
         for line in self.reads[:_MAX_ROWS]:
-            yield f"  reads a value at {shown(line)}: taken as 0, also by what branches on it"
+            yield f"  reads a value at {short_line(line)}: taken as 0, also by what branches on it"
         if not self.looped:
             yield "  no step is repeated: this is the last one, up to its backward pass"
 
@@ -379,6 +383,7 @@ class Prediction(Printed):
 
 
 def _exposed(ranks: RankClass) -> float:
+    """Return the seconds in which a rank of a class only waits for collectives."""
     return sum(span.exposed for span in ranks.spans)
 
 
@@ -423,7 +428,7 @@ class PredictionCheck(Printed):
         table = PlainTable("line", ">predicted", ">measured", ">off")
         for line, predicted, measured in self.lines[:_MAX_CHECKED]:
             off = f"{predicted / measured - 1:+.0%}" if measured else "-"
-            table.add_row(shown(line), duration(predicted), duration(measured), off)
+            table.add_row(short_line(line), duration(predicted), duration(measured), off)
         yield table
 
 

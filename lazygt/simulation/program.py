@@ -32,7 +32,7 @@ from lazygt.simulation.discrete_event import Rehearsal
 from lazygt.simulation.node_times import node_seconds
 from lazygt.simulation.prediction import Prediction, SimulatedRun
 from lazygt.simulation.rank_memory import ACTIVATIONS, KnownCategories
-from lazygt.simulation.suggest import AS_IT_IS, Trial, trials, tried
+from lazygt.simulation.suggest import UNCHANGED, Trial, run_trials, trials
 from lazygt.submit.history import Flush
 from lazygt.submit.memory_categories import OTHER
 
@@ -57,17 +57,24 @@ class LiveValue(Observer):
     def __init__(self, session: Session) -> None:
         self.beside: dict[int, Counter[str]] = {}
         self.categories: dict[bytes, KnownCategories] = {}
+        #: id of a value -> its category, as far as it is known
         self._category_of: dict[int, str] = {}
+        #: digest of a plan -> result of ``_written``
         self._written_inputs: dict[bytes, list[tuple[int, int]]] = {}
-        self._memory_kinds = session._submitter.kinds
+        self._memory_kinds = session._submitter.categories
         self._store = session._link._worker.store  # type: ignore[attr-defined]
         session._client.observer = self
 
     def submitted(
         self, run: int, entry: PlanRecord | None, inputs: Collection[int], base: int
     ) -> None:
-        """See ``Observer``."""
-        # parameters that no optimizer has stay where they were before the first step
+        """Record the categories of a run's values, and the bytes of all others.
+
+        Args:
+            inputs: ids of the run's inputs.
+            base: id of its first output.
+        """
+        # until an optimizer steps, parameters are searched among all objects of the process
         client_categories = self._memory_kinds.by_id(everywhere=not self._memory_kinds.trains)
         outputs = range(base, base + (0 if entry is None else entry.outputs))
         if entry is not None and self._memory_kinds.trains:
@@ -100,6 +107,7 @@ class LiveValue(Observer):
         return self._written_inputs[plan.digest]
 
     def _categories(self, ids: Iterable[int]) -> list[str]:
+        """Return the categories of values, ``other`` if unknown."""
         return [self._category_of.get(key, OTHER) for key in ids]
 
 
@@ -113,8 +121,8 @@ class DryRun:
     def __init__(self) -> None:
         self.observed: list[tuple[Session, LiveValue]] = []
 
-    def opened(self, session: Session) -> None:
-        """Record a new session."""
+    def on_session_opened(self, session: Session) -> None:
+        """Record a new session, and observe its values from here on."""
         self.observed.append((session, LiveValue(session)))
 
     def longest(self, compiled: bool = True, machine: Machine | None = None) -> Prediction:
@@ -160,17 +168,18 @@ def simulate(
     settings = {**DRY, "device": device or priced.device, "mesh": mesh, "machine": machine}
 
     def run_once(trial: Trial) -> tuple[Prediction, Forced]:
+        """Record and predict the program with a change, in a session of its own."""
         changed = settings if trial.mesh is None else {**settings, "mesh": str(trial.mesh)}
         session_settings: dict[str, Any] = {k: v for k, v in changed.items() if v is not None}
         recording = DryRun()
-        with trial.made() as forced, Session(**grouped(session_settings)) as session:
-            recording.opened(session)
+        with trial.applied() as forced, Session(**grouped(session_settings)) as session:
+            recording.on_session_opened(session)
             program()
         return recording.longest(compiled, priced), forced
 
-    now, forced = run_once(AS_IT_IS)
+    now, forced = run_once(UNCHANGED)
     changes = trials(now.mesh, forced.calls > 0)
-    return replace(now, tries=lambda: tried(changes, lambda trial: run_once(trial)[0]))
+    return replace(now, tries=lambda: run_trials(changes, lambda trial: run_once(trial)[0]))
 
 
 @gc_paused()
@@ -178,6 +187,11 @@ def predict(
     session: Session, machine: Machine, living: LiveValue, *, compiled: bool = True
 ) -> Prediction:
     """Predict a step of a dry session's program.
+
+    Args:
+        machine: the cost model.
+        living: the observer of the session's values.
+        compiled: True if each fused group is one kernel; else each of its ops is one.
 
     Raises:
         ValueError: nothing has been run.

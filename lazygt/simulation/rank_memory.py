@@ -44,19 +44,20 @@ class KnownCategories(NamedTuple):
 
     Attributes:
         inputs, outputs: categories by position; ``other`` if unknown.
-        kept: positions of inputs that stay alive after the run.
+        retained: positions of inputs that stay alive after the run.
     """
 
     inputs: Sequence[str] = ()
     outputs: Sequence[str] = ()
-    kept: frozenset[int] = frozenset()
+    retained: frozenset[int] = frozenset()
 
 
-class HeldMemory(NamedTuple):
+class LiveMemory(NamedTuple):
     """Live bytes of one category and line.
 
     Attributes:
-        line: line that made the bytes; empty if they existed before the run.
+        kind: the category.
+        line: the user's line that computed the values; empty if they existed before the run.
     """
 
     kind: str
@@ -78,7 +79,7 @@ class Memory(NamedTuple):
     peak: int
     line: str
     kinds: dict[str, int]
-    lines: tuple[HeldMemory, ...]
+    lines: tuple[LiveMemory, ...]
     history: tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -87,10 +88,10 @@ def memory_of(graph: Graph, categories: KnownCategories = KnownCategories()) -> 
 
     Values that the graph does not read are not counted.
     """
-    homes = homes_of(graph)
+    homes = homes_of(graph)  # value -> the first value in the same memory
     category_of = value_kinds(graph, homes, categories)
     frees = [
-        [value for value in dropped if value not in categories.kept]
+        [value for value in dropped if value not in categories.retained]
         for dropped in Schedule.of(graph).frees
     ]
     sizes = list(map(extent_bytes, graph.values))
@@ -124,7 +125,7 @@ def _apply(alive: Counter[str], changes: Sequence[Change], category_of: Sequence
 
 
 def _category(change: Change, category_of: Sequence[str]) -> str:
-    """Return the category of a change of memory."""
+    """Return the category of a change of memory; values packed for sending are ``other``."""
     return OTHER if change.packed else category_of[change.home]
 
 
@@ -133,7 +134,7 @@ def _lines(
     inputs: Sequence[Change],
     changes: Sequence[tuple[Sequence[Change], Sequence[Change]]],
     category_of: Sequence[str],
-) -> tuple[HeldMemory, ...]:
+) -> tuple[LiveMemory, ...]:
     """Sum the live bytes at the last node of ``changes`` by category and line.
 
     Args:
@@ -142,13 +143,13 @@ def _lines(
     """
     producer = dict(_makers(graph))
     alive: Counter[tuple[str, str]] = Counter()
-    allocated = [change for coming, _ in changes for change in coming]
-    freed = [change for _, leaving in changes[:-1] for change in leaving]
+    allocated = [change for allocations, _ in changes for change in allocations]
+    freed = [change for _, frees in changes[:-1] for change in frees]
     for change in (*inputs, *allocated, *freed):
         number = producer.get(change.home)
         line = "" if number is None else graph.line(number)
         alive[_category(change, category_of), line] += change.nbytes
-    rows = [HeldMemory(kind, line, nbytes) for (kind, line), nbytes in alive.items() if nbytes]
+    rows = [LiveMemory(kind, line, nbytes) for (kind, line), nbytes in alive.items() if nbytes]
     return tuple(sorted(rows, key=lambda row: -row.nbytes))
 
 
@@ -166,7 +167,8 @@ def value_kinds(graph: Graph, homes: Sequence[int], categories: KnownCategories)
     """Return the category of each value's memory.
 
     Args:
-        homes: see ``homes_of``.
+        homes: value -> the first value in the same memory.
+        categories: those known to the client.
     """
     kinds = [ACTIVATIONS] * len(graph.values)
     kinds[: len(graph.inputs)] = [OTHER] * len(graph.inputs)
@@ -181,7 +183,12 @@ def value_kinds(graph: Graph, homes: Sequence[int], categories: KnownCategories)
 
 
 def _propagate_forwards(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
-    """Propagate categories forwards from parameters and the optimizer's state."""
+    """Propagate categories forwards from parameters and the optimizer's state.
+
+    Args:
+        homes: value -> the first value in the same memory.
+        kinds: category by value; changed in place.
+    """
     for node, results in graph.numbered():
         operands = {kinds[homes[value]] for value in node.refs()}
         kind = _result_category(node, operands)
@@ -201,7 +208,11 @@ def _result_category(node: Node, operands: set[str]) -> str:
 
 
 def _propagate_backwards(graph: Graph, homes: Sequence[int], kinds: list[str]) -> None:
-    """Propagate the category of gradients backwards through values of their size."""
+    """Propagate the category of gradients backwards through values of their size.
+
+    Args:
+        homes, kinds: as in ``_propagate_forwards``.
+    """
     metas = graph.values
     for node, results in reversed(list(graph.numbered())):
         if GRADIENTS not in {kinds[homes[value]] for value in results} or not _is_linear(node):

@@ -74,14 +74,14 @@ class Trial:
     work: float = 1.0
 
     @contextmanager
-    def made(self) -> Iterator[Forced]:
+    def applied(self) -> Iterator[Forced]:
         """Context with the change applied, except its mesh and its arguments."""
         with forced_knobs(**self.knobs) as forced, blocks_checkpointed(self.checkpoints):
             yield forced
 
 
 #: The unchanged program.
-AS_IT_IS = Trial("as it is")
+UNCHANGED = Trial("as it is")
 
 
 class Suggestion(NamedTuple):
@@ -131,6 +131,7 @@ def trials(mesh: Mesh | None, shards: bool, arguments: Sequence[str] = ()) -> li
 
 
 def _batches(arguments: Sequence[str]) -> Iterator[Trial]:
+    """Yield the changes of the batch size among a script's arguments."""
     for index, (name, value) in enumerate(itertools.pairwise(arguments)):
         if name in _BATCH_OPTIONS and value.isdigit():
             size = int(value)
@@ -149,7 +150,9 @@ def _meshes(mesh: Mesh | None) -> Iterator[Mesh]:
             yield Mesh.of({**sizes, fewer: sizes[fewer] // 2, more: 2 * sizes[more]})
 
 
-def tried(changes: Iterable[Trial], run: Callable[[Trial], P]) -> Iterator[tuple[Trial, P | None]]:
+def run_trials(
+    changes: Iterable[Trial], run: Callable[[Trial], P]
+) -> Iterator[tuple[Trial, P | None]]:
     """Run a program with each change; yield the change and its prediction, None if it failed."""
     for trial in changes:
         try:
@@ -175,11 +178,12 @@ def suggestions(
         if other is None:
             continue
         suggestion = _suggestion(trial, now, other, capacity)
-        fits = (suggestion.fits, now.peak_bytes <= capacity)
-        if fits == (False, True):
+        fits_now = now.peak_bytes <= capacity
+        if fits_now and not suggestion.fits:
             continue
         score = suggestion.faster - 1 + _MEMORY_WEIGHT * (1 - suggestion.smaller)
-        better = (score > _MIN_GAIN or not fits[1]) if suggestion.fits else suggestion.smaller < 1
+        # a program that does not fit gains by any change that fits, or else by a smaller peak
+        better = (score > _MIN_GAIN or not fits_now) if suggestion.fits else suggestion.smaller < 1
         if better:
             scored.append(
                 ((suggestion.fits, score if suggestion.fits else -suggestion.smaller), suggestion)

@@ -40,16 +40,16 @@ class Flush(NamedTuple):
     ops: int  # the number of recorded ops
     digest: bytes | None  # of the plan; None when there was nothing to run
     hit: bool  # True if the plan was cached
-    run: int  # the number of the run
+    run: int  # the number of the run on the workers
 
 
 class FirstMiss(NamedTuple):
     """First step of a trace that was not in the trie, as recorded."""
 
-    step: TrieNode
-    key: Any
-    facts: OpFacts | None
-    call_site: CallSite | None
+    step: TrieNode  # the last known step, before it
+    key: Any  # its key among that step's children
+    facts: OpFacts | None  # facts of its op; None for an input
+    call_site: CallSite | None  # the user's line
 
 
 @dataclass
@@ -65,12 +65,18 @@ class Miss:
     #: returns the user's line of an earlier step, or ``"?"``
     line_of: Callable[[TrieNode], str] = field(default=lambda step: "?", repr=False)
     resized: bool = False  # the program was cached in other sizes, so that no pass had to run
-    digest: bytes = b""  # digest, seconds: the plan, and the time to build it
-    seconds: float = 0.0
+    digest: bytes = b""  # digest of the new plan
+    seconds: float = 0.0  # time to build it
 
     @staticmethod
     def at(flush: str, noted: tuple[Any, ...], line_of: Callable[[TrieNode], str]) -> Miss:
-        """Build the miss that began at the step that the recorder reported."""
+        """Return the miss that begins at the step that the recorder has noted.
+
+        Args:
+            flush: reason of the flush.
+            noted: fields of a ``FirstMiss``.
+            line_of: see ``Miss``.
+        """
         first = FirstMiss(*noted)
         new = first.step.children.get(first.key)
         known = [step for step in first.step.children.values() if step is not new]
@@ -121,9 +127,9 @@ class Miss:
                 f"flush {self.flush!r}: {self.reason}"]  # fmt: skip
         if self.first is not None:
             if self.before is not None:
-                rows.append(f"  before  {shown(self.before)}  {self.line_of(self.before)}")
+                rows.append(f"  before  {call_text(self.before)}  {self.line_of(self.before)}")
             new = self.first.step.children.get(self.first.key)
-            text = shown(new) if new is not None else str(self.op)
+            text = call_text(new) if new is not None else str(self.op)
             rows.append(f"  {'now' if self.before is not None else 'first':7} {text}  {self.line}")
         rows += [f"  alive   {value}" for value in self.alive]
         return rows
@@ -145,8 +151,13 @@ class Probe(Protocol):
     def flush(self, flushes: deque[Flush]) -> AbstractContextManager[None]:
         """Return the context of a flush; recorded if ``flushes`` has one more at its end."""
 
-    def did(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
-        """Record an event within a flush, from ``begin`` to now."""
+    def record(self, what: str, begin: int, args: Mapping[str, Any]) -> None:
+        """Record an event within a flush, from ``begin`` (``time.monotonic_ns``) to now.
+
+        Args:
+            what: name of the event.
+            args: further data to show with it.
+        """
 
 
 class History:
@@ -173,20 +184,24 @@ class History:
         self.last_plan: Plan | None = None
         self.probe: Probe | None = None
 
-    def missed(self, miss: Miss, plan: Plan, begin: int) -> None:
-        """Record a new plan, built since ``begin``: a miss, or a cached program in other sizes."""
+    def record_new_plan(self, miss: Miss, plan: Plan, begin: int) -> None:
+        """Record a new plan: a miss, or a cached program in other sizes.
+
+        Args:
+            begin: start of its construction, by ``time.monotonic_ns``.
+        """
         miss.digest, miss.seconds = plan.digest, (time.monotonic_ns() - begin) / 1e9
         (self.resized if miss.resized else self.misses).append(miss)
         self.plans_resized += miss.resized
         if self.probe is not None:
             what = "resize plan" if miss.resized else "build plan"
-            self.probe.did(what, begin, miss.summary())
+            self.probe.record(what, begin, miss.summary())
 
 
 # -- texts ----------------------------------------------------------------------------
 
 
-def shown(step: TrieNode) -> str:
+def call_text(step: TrieNode) -> str:
     """Format a step as a call: the op with the metas of its inputs and its numbers."""
     if step.node is None:
         return f"input {_text(step.input)}"
@@ -195,10 +210,11 @@ def shown(step: TrieNode) -> str:
     keys = iter(step.key[1:] if isinstance(step.key, tuple) else ())
 
     def show(arg: Arg, key: Any) -> str:
+        """Format an argument; ``key`` is its part of the step's key in the trie."""
         if type(arg) is Ref:
             at = arg.index
-            return _text(inputs[~at] if at < 0 else values[at])
-        if type(arg) is Param:
+            return _text(inputs[~at] if at < 0 else values[at])  # inputs are numbered -1, -2 ...
+        if type(arg) is Param:  # a run-time number, with its type in the key
             return key.__name__ if isinstance(key, type) else "number"
         if type(arg) is tuple:
             keys = key if isinstance(key, tuple) and len(key) == len(arg) else (None,) * len(arg)
@@ -232,6 +248,7 @@ def _name(step: TrieNode) -> str:
 
 
 def _text(meta: TensorMeta | None) -> str:
+    """Format a meta; a random generator's state has one of its own."""
     return "generator state" if is_state(meta) else str(meta)
 
 

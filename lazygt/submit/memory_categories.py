@@ -19,7 +19,7 @@ from lazygt.runtime.values import RemoteValue
 PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "other"
 
 
-class Kinds:
+class MemoryCategories:
     """Memory categories of a session's values: parameters, gradients and optimizer states.
 
     An optimizer is registered at its first step. Parameters without an optimizer are searched among
@@ -33,7 +33,7 @@ class Kinds:
         self._recorder = recorder
         #: id -> an optimizer that has stepped; without a callback, which would swallow a Ctrl-C
         self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        #: all parameters at the last search
+        #: all parameters of the process at the last search
         self._all_parameters_found: list[weakref.ref[torch.Tensor]] = []
 
     @property
@@ -106,7 +106,11 @@ class Kinds:
 
 
 def _bytes_on_first(meta: TensorMeta, remote: RemoteValue, ranks: Mesh) -> int:
-    """Return the bytes of a value on the first rank."""
+    """Return the bytes of a value on the first rank.
+
+    Args:
+        ranks: the mesh for which plans are built.
+    """
     if remote.sharding is None:
         return meta.nbytes
     if not has_any(ranks, remote.sharding.placements, 0):

@@ -1,4 +1,8 @@
-"""Planner: builds the plans of the ranks from a recorded trace, once for each new trace."""
+"""Planner: builds the plans of the ranks from a recorded trace, once for each new trace.
+
+Plans are cached in the trie, at the last step of their trace. A plan of the same program in other
+sizes (a smaller batch) is *resized* from an earlier one, without running the passes again.
+"""
 
 from __future__ import annotations
 
@@ -46,20 +50,22 @@ _MOST_ALIKE = 8
 
 
 class CachedPlan(NamedTuple):
-    """Plans of a trace, as cached in the trie."""
+    """Plans of a trace, as cached in the trie.
+
+    *Outputs* are the values that the workers keep after the run, in the order of the plan.
+    """
 
     entry: PlanRecord  # the plan of each rank, or the one plan of all
     positions: dict[int, int]  # number of a value of the trace -> position among the outputs
-    #: for each plan of the entry, step -> recorded op (empty: the same numbers)
+    #: for each plan of the entry, its node -> number of the recorded op (empty: the same numbers)
     origins: tuple[tuple[int, ...], ...]
-    makers: tuple[int, ...]  # output -> recorded op
+    makers: tuple[int, ...]  # output -> number of the recorded op that computes it
     shardings: tuple[Sharding | None, ...]  # the sharding of each output; None: replicated
     #: for each output the positions of its blocks among the outputs of the plans
     slots: tuple[range, ...]
-    shown: Any  # the data that the native recorder needs
-    #: stages, decided: see ``Session.stages`` and ``Session.decided``; empty unless requested
-    stages: Stages
-    decided: tuple[AxisStep, ...]
+    shown: Any  # the C++ recorder's own form of the outputs; see ``bridge.shown_of``
+    stages: Stages  # see ``Session.stages``; empty unless requested
+    decided: tuple[AxisStep, ...]  # see ``Session.decided``; empty unless requested
 
     def grouped(self, blocks: list[RemoteValue]) -> list[RemoteValue]:
         """Group blocks by output; return each output's first block, which refers to the others."""
@@ -68,18 +74,18 @@ class CachedPlan(NamedTuple):
         return [blocks[slot.start] for slot in self.slots]
 
 
-class _Earlier(NamedTuple):
+class _PlannedTrace(NamedTuple):
     """Planned trace, from which plans of the same program in other sizes are derived."""
 
     template: Template[Plan]  # the result of the passes
-    sites: Sites  # sites, lines: of its ops
-    lines: tuple[str, ...]
-    kept: CachedPlan  # its plan
+    sites: Sites  # the user's frames of its ops
+    lines: tuple[str, ...]  # the same as text
+    plan: CachedPlan  # its plan
 
     @property
     def nbytes(self) -> int:
         """Approximate memory in bytes."""
-        return self.kept.entry.nbytes + self.template.nbytes
+        return self.plan.entry.nbytes + self.template.nbytes
 
 
 class Planner:
@@ -106,8 +112,9 @@ class Planner:
         history: History,
     ) -> None:
         self._passes = priced(PIPELINE, machine)
-        #: (outputs, kinds, outline key) -> planned traces, last used first: candidates for a resize
-        self._planned_traces: Recent[tuple[Any, ...], list[_Earlier]] = Recent(
+        #: (outputs, types of numbers, outline key: ops and dtypes without sizes) -> planned traces,
+        #: last used first: candidates for a resize
+        self._planned_traces: Recent[tuple[Any, ...], list[_PlannedTrace]] = Recent(
             config.max_plans, config.max_plan_bytes
         )
         #: number of plans derived from a cached one of the same program in other sizes
@@ -118,30 +125,39 @@ class Planner:
         self._warned_of_sequential_stages = False
 
     def build(self, trace: Trace, outputs: tuple[int, ...], reason: str) -> CachedPlan:
-        """Build the plan of a trace with these outputs, and add it to the trie."""
+        """Build the plan of a trace with these outputs, and add it to the trie.
+
+        Args:
+            outputs: numbers of the values to keep.
+            reason: the sync point, for the history.
+        """
         plan = self._build(trace, outputs, reason)
         dropped = self._recorder.trie.keep(trace.step, outputs, plan, plan.entry.nbytes)
         self.forget(dropped)
         return plan
 
-    def once(
+    def build_uncached(
         self,
         steps: list[TrieNode],
         outputs: tuple[int, ...],
         sites: Sites,
         kinds: tuple[str, ...],
     ) -> CachedPlan:
-        """Build the plan of some steps outside of the trie; ``forget`` it afterwards."""
+        """Build the plan of some steps outside of the trie; ``forget`` it afterwards.
+
+        Args:
+            kinds: names of the types of the run-time numbers.
+        """
         return self._planned(steps, outputs, sites, kinds)
 
     def forget(self, dropped: Sequence[CachedPlan]) -> None:
         """Remove plans that the trie has dropped, unless another node of the trie has them."""
         if dropped:
-            used = {id(plan.entry) for plan in self.kept()}
+            used = {id(plan.entry) for plan in self.cached_plans()}
             entries = [plan.entry for plan in dropped if id(plan.entry) not in used]
             self._client.entries.forget(entries)
 
-    def kept(self) -> list[CachedPlan]:
+    def cached_plans(self) -> list[CachedPlan]:
         """Return all cached plans, least recently used first."""
         return self._recorder.trie.kept()
 
@@ -159,7 +175,7 @@ class Planner:
             plan = self._planned(steps, outputs, sites, kinds)
         miss = self._why_missed(trace, outputs, sites, reason)
         miss.resized = resized
-        self._history.missed(miss, plan.entry.plan, begin)
+        self._history.record_new_plan(miss, plan.entry.plan, begin)
         if not plan.entry.sent:
             self._history.plans_built += 1
         self._tiers.built(plan.entry)
@@ -172,10 +188,18 @@ class Planner:
         sites: Sites,
         kinds: tuple[str, ...],
     ) -> CachedPlan | None:
-        """Return a plan derived from a cached one of the same program in other sizes, or None."""
+        """Return a plan derived from a cached one of the same program in other sizes, or None.
+
+        A candidate must have the same lines of the user's program, and its passes the same answers
+        to their questions about sizes (the template's guards).
+
+        Args:
+            sites: the user's frames of the ops.
+            kinds: names of the types of the run-time numbers.
+        """
         if self._config.keep_stages or self._is_sharded(steps):
             return None
-        recorded = _recorded(steps)
+        recorded = _program(steps)
         candidates = self._planned_traces.get((outputs, kinds, outline_key(recorded))) or []
         for position, earlier in enumerate(candidates):
             if sites != earlier.sites and tuple(map(expand, sites)) != earlier.lines:
@@ -186,9 +210,9 @@ class Planner:
                 self.resized += 1
                 if self._config.check_passes:
                     verify(plan.graph)
-                plan = plan.recorded(earlier.kept.entry.plan.backward, flags_of(steps))
+                plan = plan.recorded(earlier.plan.entry.plan.backward, flags_of(steps))
                 entry = self._client.entries.of((plan,))
-                return earlier.kept._replace(entry=entry, origins=(plan.origins,))
+                return earlier.plan._replace(entry=entry, origins=(plan.origins,))
         return None
 
     def _is_sharded(self, steps: list[TrieNode]) -> bool:
@@ -203,7 +227,13 @@ class Planner:
         sites: Sites,
         kinds: tuple[str, ...],
     ) -> CachedPlan:
-        """Build a plan by running the passes."""
+        """Build a plan by running the passes.
+
+        Args:
+            outputs: numbers of the values to keep.
+            sites: the user's frames of the ops.
+            kinds: names of the types of the run-time numbers.
+        """
         lines = tuple(map(expand, sites))
         recorded = build_graph(steps, outputs, lines, kinds)
         keep = self._config.keep_stages
@@ -230,11 +260,11 @@ class Planner:
             decided=tuple(decided) if keep else (),
         )
         if template is not None and not keep:
-            key = outputs, kinds, outline_key(_recorded(steps))
-            self._cache_for_resizing(key, _Earlier(template, sites, lines, cached))
+            key = outputs, kinds, outline_key(_program(steps))
+            self._cache_for_resizing(key, _PlannedTrace(template, sites, lines, cached))
         return cached
 
-    def _cache_for_resizing(self, key: tuple[Any, ...], earlier: _Earlier) -> None:
+    def _cache_for_resizing(self, key: tuple[Any, ...], earlier: _PlannedTrace) -> None:
         """Cache a planned trace for the same program in other sizes (LRU).
 
         ``max_plan_bytes`` also bounds the traces of one program, but for the last one.
@@ -247,6 +277,7 @@ class Planner:
     def _why_missed(
         self, trace: Trace, outputs: tuple[int, ...], sites: Sites, reason: str
     ) -> Miss:
+        """Return the miss: the first new step, or new outputs of a known trace."""
         if trace.first_miss is not None:
             return Miss.at(reason, trace.first_miss, line_of)
         plans, lines = trace.step.plans, tuple(map(expand, sites))
@@ -256,11 +287,14 @@ class Planner:
     def _template(
         self, recorded: Graph, steps: list[TrieNode], stages: list[tuple[str, Graph]] | None
     ) -> Template[Plan]:
-        """Run the passes on a recorded graph whose plan does not depend on the mesh."""
+        """Run the passes on a recorded graph whose plan does not depend on the mesh.
+
+        Marks of placements and stages are removed: they have no effect on one rank.
+        """
         if any(node.op in MARKS for node in recorded.nodes):
             recorded = without_places(recorded, MARKS)
         check = self._config.check_passes
-        return Template.of(recorded, _recorded(steps), self._passes, Plan, check, stages)
+        return Template.of(recorded, _program(steps), self._passes, Plan, check, stages)
 
     def _sharded(
         self,
@@ -286,7 +320,7 @@ class Planner:
         ranked = programs(
             recorded,
             ranks,
-            [stored(step) for step in steps if step.input is not None],
+            [input_sharding(step) for step in steps if step.input is not None],
             self._machine,
             config.check_passes,
             stages,
@@ -332,8 +366,8 @@ class Planner:
             )
 
 
-def _recorded(steps: Sequence[TrieNode]) -> Steps:
-    """Return the program of a trace: the metas of its inputs, and its calls."""
+def _program(steps: Sequence[TrieNode]) -> Steps:
+    """Return the program of a trace: the metas of its inputs, and its ops."""
     return [step.input if step.node is None else step.node for step in steps]  # type: ignore[misc]
 
 
@@ -343,7 +377,7 @@ def _backward(steps: Sequence[TrieNode]) -> frozenset[int]:
     return frozenset(number for number, step in enumerate(ops) if step.backward)
 
 
-def stored(step: TrieNode) -> Sharding | None:
-    """Return the sharding of the input of a step; see ``Trace.enter``."""
+def input_sharding(step: TrieNode) -> Sharding | None:
+    """Return the sharding of the input that a step adds; None: replicated. See ``Trace.enter``."""
     sharding: Sharding | None = step.key[1] if type(step.key) is tuple else None
     return sharding

@@ -33,7 +33,7 @@ _MEASURE_SHARE = 500  # the interval between measurements, as a multiple of thei
 _MOST_TEXT = 240  # characters
 
 
-class Parts(Protocol):
+class SessionParts(Protocol):
     """Parts of a session that its status page reports."""
 
     recorder: Recorder
@@ -55,14 +55,14 @@ class StatusWriter(threading.Thread):
         name: of the session's directory.
     """
 
-    def __init__(self, session: Parts, file: StatusFile, name: str) -> None:
+    def __init__(self, session: SessionParts, file: StatusFile, name: str) -> None:
         super().__init__(name="lazygt-status", daemon=True)
         self._session = weakref.ref(session)
         self._file = file
         self._ended = threading.Event()
-        #: (time, runs, steps), the oldest first
+        #: samples for the rates: (time, number of runs, number of steps), the oldest first
         self._counts: deque[tuple[float, int, int]] = deque(maxlen=int(_RATE_WINDOW / EVERY))
-        self._memory_sampler = Weigher(session._submitter)
+        self._memory_sampler = MemorySampler(session._submitter)
         mesh = session.mesh
         self._first = ClientPage(
             name, os.getpid(), mesh.world_size, session.device_type, str(mesh), time.time()
@@ -84,7 +84,7 @@ class StatusWriter(threading.Thread):
             self._update(session)
             del session
 
-    def _update(self, session: Parts) -> None:
+    def _update(self, session: SessionParts) -> None:
         """Write the current page, and check the link to the workers."""
         client, submitter = session._client, session._submitter
         self._counts.append((time.monotonic(), client.next_run - 1, submitter.steps))
@@ -93,7 +93,7 @@ class StatusWriter(threading.Thread):
         self._file.write(0, self._page(session))
         session._link.look()
 
-    def _page(self, session: Parts) -> ClientPage:
+    def _page(self, session: SessionParts) -> ClientPage:
         """Return the current page."""
         client, history = session._client, session._history
         flush = history.recent[-1] if history.recent else None
@@ -128,7 +128,7 @@ class StatusWriter(threading.Thread):
         )
 
 
-class Weigher:
+class MemorySampler:
     """Periodic measurement of rank 0's memory by category.
 
     The measurement reads gradients, which is safe only on the program's own thread, since torch may
@@ -141,16 +141,17 @@ class Weigher:
     def __init__(self, submitter: Submitter) -> None:
         self.kinds: Mapping[str, int] = {}
         self._next_time = 0.0
-        submitter.at_step = self._measure
+        submitter.on_optimizer_step = self._measure
 
     def begin(self, submitter: Submitter) -> None:
         """Request a measurement at the next step, unless the last one was a moment ago."""
         if time.monotonic() >= self._next_time:
-            submitter.at_step = self._measure
+            submitter.on_optimizer_step = self._measure
 
     def _measure(self, submitter: Submitter) -> None:
+        """Measure the memory now; callback of the submitter at an optimizer's step."""
         begin = time.monotonic()
-        sizes = submitter.kinds.sizes(submitter.ranks)
+        sizes = submitter.categories.sizes(submitter.ranks)
         if any(sizes.values()):  # at the first step nothing has been sent yet
-            self.kinds, submitter.at_step = sizes, None
+            self.kinds, submitter.on_optimizer_step = sizes, None
         self._next_time = begin + max(_MEASURE_EVERY, _MEASURE_SHARE * (time.monotonic() - begin))

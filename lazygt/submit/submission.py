@@ -33,7 +33,7 @@ from lazygt.runtime.plan_records import PlanRecord
 from lazygt.runtime.values import Answer, Regions, RemoteValue
 from lazygt.runtime.wire import Buffer
 from lazygt.submit.history import Flush, History
-from lazygt.submit.memory_categories import Kinds
+from lazygt.submit.memory_categories import MemoryCategories
 from lazygt.submit.planner import CachedPlan, Planner
 
 #: Exception classes of torch's own ops; a call that waits for its op raises no other class.
@@ -45,10 +45,10 @@ _RUN_TAG = Run.__struct_config__.tag
 
 
 class DataDependentReply(NamedTuple):
-    """Returned and written values of a data-dependent op."""
+    """Returned and written values of an op with shapes that depend on values, such as nonzero."""
 
-    returned: list[Any]
-    written: list[tuple[TensorMeta, RemoteValue]]
+    returned: list[Any]  # plain data, or (meta, remote value) of a tensor
+    written: list[tuple[TensorMeta, RemoteValue]]  # new values of the tensors that it wrote
 
 
 class Submitter:
@@ -61,7 +61,7 @@ class Submitter:
     Attributes:
         mesh: the workers.
         ranks: the ranks for which plans are built.
-        names_lines: whether flushes are recorded with the user's line that forces them.
+        names_lines: whether flushes are recorded with the user's line (read by the extension, too).
         steps: number of optimizer steps.
     """
 
@@ -92,9 +92,9 @@ class Submitter:
             client.undo = self.rollback.undo
         self._may_shard = virtual_mesh.ranks.world_size > 1
         #: memory categories of the workers' values
-        self.kinds = Kinds(recorder)
+        self.categories = MemoryCategories(recorder)
         #: callback on the program's thread when an optimizer steps
-        self.at_step: Callable[[Submitter], object] | None = None
+        self.on_optimizer_step: Callable[[Submitter], object] | None = None
         #: watcher of optimizers' steps, until it has its result
         self.idle: Idle | None = None
         recorder.sink = self
@@ -128,8 +128,9 @@ class Submitter:
         """Submit a trace as a run, and begin a new trace.
 
         Args:
+            reason: the sync point, for the history.
             fetch: the storage with the value to return.
-            ask: return the reply to a data-dependent op.
+            ask: wait for the reply to the data-dependent op that ends the trace, and return it.
             as_number: return a single number without a tensor.
 
         Returns:
@@ -155,11 +156,14 @@ class Submitter:
         self._flush_after("backward", sharded=False)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Give an optimizer's loaded state the placements of its parameters, before a step."""
+        """Prepare an optimizer's step: save its state for a rollback, and shard a loaded state.
+
+        State that was loaded from a checkpoint gets the placements of its parameters.
+        """
         if self.rollback is not None:
             self.rollback.before_step(optimizer)
-        if self.at_step is not None and not self._step_is_sharded:
-            self.at_step(self)
+        if self.on_optimizer_step is not None and not self._step_is_sharded:
+            self.on_optimizer_step(self)
         if not self._may_shard:
             return
         loaded = [
@@ -177,16 +181,16 @@ class Submitter:
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Register an optimizer's step; for sharded programs this is a sync point."""
         self.steps += 1
-        known = self.kinds.optimizers.get(id(optimizer))
+        known = self.categories.optimizers.get(id(optimizer))
         if known is None or known() is not optimizer:  # only its first step, not every one
-            self.kinds.add(optimizer)
+            self.categories.add(optimizer)
         if self.idle is not None and self.idle.stepped(optimizer):
             self.idle = None
         if self._may_shard:
             sharded = self._step_is_sharded
             self._flush_after("optimizer step", sharded=True)
-            if self.at_step is not None and sharded:
-                self.at_step(self)
+            if self.on_optimizer_step is not None and sharded:
+                self.on_optimizer_step(self)
 
     @property
     def _step_is_sharded(self) -> bool:
@@ -205,13 +209,13 @@ class Submitter:
 
     @property
     def plain(self) -> bool:
-        """True if the native fetcher may submit a run on its own."""
+        """True if the native fetcher may submit a run on its own: nothing else is to be done."""
         untouched: bool = self._recorder.trace.untouched
         ordinary = untouched and self._history.probe is None
         return ordinary and self._client.plain and DEFER_INTERRUPT.adopted
 
     def ran(self, entry: PlanRecord) -> None:
-        """Count a run of a plan."""
+        """Count a run of a plan, which may make it hot enough to be compiled."""
         if self._tiers.busy or entry.runs <= self._tiers.settled:
             self._tiers.ran(entry)
 
@@ -220,9 +224,9 @@ class Submitter:
         recorded: tuple[Any, ...],
         fetch: Storage,
         unsent: list[Buffer] | None,
-        told: list[memoryview] | None,
+        received: list[memoryview] | None,
     ) -> Any:
-        """Continue a run that the native fetcher began, and return its number.
+        """Continue a run that the native fetcher began, and return the fetched number.
 
         The fetcher hands over where it cannot send, the answer takes long, or there are reports.
 
@@ -230,7 +234,7 @@ class Submitter:
             recorded: as ``Recorded``, with step and call sites instead of provenance.
             fetch: the storage with the number.
             unsent: the buffers that are not sent yet.
-            told: the answer, if it has arrived.
+            received: the answer, if it has arrived.
         """
         with DEFER_INTERRUPT:
             seq, base, plan, step, call_sites, *rest = recorded
@@ -238,7 +242,7 @@ class Submitter:
             entry = None if plan is None else plan.entry
             self._client.expect(seq, entry, provenance, base, 1)
             self._record_run(Recorded(seq, base, plan, provenance, *rest))
-            self._client.go_on(unsent, told, "item")
+            self._client.go_on(unsent, received, "item")
             if entry is not None:
                 self.ran(entry)
             answer = self._fetched(seq, fetch, None, True)
@@ -256,7 +260,7 @@ class Submitter:
             return None
         history, plan, hit = self._history, None, False
         history.flushes[reason.split(":")[0]] += 1
-        living = trace.alive()
+        living = trace.alive()  # the values that tensors of the program still show
         if ops:
             outputs = living.numbers
             plan = trace.plan(outputs)
@@ -294,7 +298,7 @@ class Submitter:
         elif ask:
             answer = self._data_dependent_reply(run.seq, run.provenance)
         else:
-            self._client.hold_back()
+            self._client.hold_back()  # wait if the client is ``max_ahead`` runs ahead
         self._handle_reports()
         return answer
 
@@ -323,8 +327,9 @@ class Submitter:
     def _provenance(
         self, step: TrieNode, call_sites: Sequence[CallSite | None], plan: CachedPlan | None
     ) -> Provenance:
-        made_of = ((),) if plan is None else plan.origins
-        return Provenance(step, call_sites, self._recorder.backward_call_site, made_of)
+        """Return the ops of a run with the user's lines, for errors and rollbacks."""
+        origins = ((),) if plan is None else plan.origins
+        return Provenance(step, call_sites, self._recorder.backward_call_site, origins)
 
     def _record_run(self, run: Recorded) -> None:
         """Retain a run for a rollback."""
@@ -340,12 +345,16 @@ class Submitter:
         """Return the ids of the fetched storage's blocks, and their regions by rank.
 
         Regions are None if rank 0 has the full value.
+
+        Args:
+            plan: the trace's plan, if the storage's value is one of its outputs.
         """
         if fetch is None:
             return (), None
-        if fetch.remote is not None and not (fetch.serial == trace.serial and fetch.index >= 0):
+        is_recorded = fetch.serial == trace.serial and fetch.index >= 0
+        if fetch.remote is not None and not is_recorded:
             keys, sharding = fetch.remote.ids, fetch.remote.sharding
-        else:
+        else:  # an output of this run
             assert plan is not None
             position = plan.positions[fetch.index]
             keys = tuple([self._client.next_output(slot) for slot in plan.slots[position]])
@@ -368,6 +377,7 @@ class Submitter:
         self._planner.forget(dropped)
 
     def _warn_of_captures(self) -> None:
+        """Warn of CUDA graphs that workers could not capture."""
         errors, self._client.capture_errors = self._client.capture_errors, []
         warnings.warn(
             f"lazygt: a CUDA graph could not be captured: {errors[0]}\nThe plan runs step by "
@@ -387,11 +397,16 @@ class Submitter:
             return answers
         begin = time.monotonic_ns()
         answers = self._client.wait(seq)
-        probe.did("wait for the answer", begin, {"run": seq})
+        probe.record("wait for the answer", begin, {"run": seq})
         return answers
 
     def _fetched(self, seq: int, storage: Storage, regions: Regions | None, as_number: bool) -> Any:
-        """Wait for a run; return the fetched value of a storage."""
+        """Wait for a run; return the fetched value of a storage.
+
+        Args:
+            regions: of the value's blocks by rank; None: rank 0 has the full value.
+            as_number: return a Python number.
+        """
         client = self._client
         if as_number and regions is None and self._history.probe is None:
             answers = client.wait(seq, as_number=True)
@@ -435,7 +450,11 @@ class Submitter:
         )
 
     def _received(self, item: Made | Several | Plain, call_site: CallSite | None) -> Any:
-        """Return a returned value: plain data, or (meta, remote value) of a tensor."""
+        """Convert a value that an op has returned, from its form in the worker's message.
+
+        Returns:
+            Plain data, (meta, remote value) of a tensor, or a list of these.
+        """
         match item:
             case Several():
                 return [self._received(element, call_site) for element in item.items]

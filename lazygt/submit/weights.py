@@ -22,7 +22,11 @@ class SessionSource:
 
     Args:
         lock: of the session; held while its client is used.
-        settle: computes tensors, and returns their values on the workers.
+        settle: flushes the ops that tensors depend on, and returns their values on the workers.
+
+    Attributes:
+        mesh: the workers.
+        turn: held by the one transfer at a time that copies from the workers.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class SessionSource:
             self._client.write(rank, number, request.packed)
 
     def replies(self, seconds: float) -> list[CopyReply]:
-        """Return the replies that arrive within ``seconds``; see `WeightSource`."""
+        """Wait for replies for ``seconds`` at most, and return them; see `WeightSource`."""
         with self._lock, DEFER_INTERRUPT:
             return [CopyReply(*fields) for fields in self._client.written(seconds)]
 

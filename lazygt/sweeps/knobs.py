@@ -27,13 +27,15 @@ _SIMILARITY = 0.75
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 
-def _wrap(text: str) -> str:
+def _parse_wrap(text: str) -> str:
+    """Parse a value of ``wrap``."""
     if text not in _WRAPS:
         raise ValueError("expected auto, block or one (or block2, which is the same)")
     return text
 
 
-def _cap(text: str) -> float:
+def _parse_cap(text: str) -> float:
+    """Parse a value of ``bucket_cap_mb``."""
     expected = "expected MiB, such as 25; 0: every value alone"
     try:
         cap = float(text)
@@ -44,7 +46,8 @@ def _cap(text: str) -> float:
     return cap
 
 
-def _flag(text: str) -> bool:
+def _parse_flag(text: str) -> bool:
+    """Parse a flag, 1 or 0."""
     if text.lower() not in _FLAGS:
         raise ValueError("expected 1 or 0")
     return _FLAGS[text.lower()]
@@ -52,10 +55,10 @@ def _flag(text: str) -> bool:
 
 #: knob -> its argument of ``fully_shard``, and the parser of a value's text
 FORCED: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "wrap": ("wrap", _wrap),
-    "bucket_cap_mb": ("bucket_cap_mb", _cap),
-    "reshard": ("reshard_after_forward", _flag),
-    "limit_all_gathers": ("limit_all_gathers", _flag),
+    "wrap": ("wrap", _parse_wrap),
+    "bucket_cap_mb": ("bucket_cap_mb", _parse_cap),
+    "reshard": ("reshard_after_forward", _parse_flag),
+    "limit_all_gathers": ("limit_all_gathers", _parse_flag),
 }
 
 
@@ -80,7 +83,7 @@ class Combination:
 
     @property
     def passed(self) -> dict[str, str]:
-        """Arguments of the script."""
+        """Arguments of the script: the values of all other knobs."""
         return {knob: text for knob, text in self.values.items() if knob not in FORCED}
 
     def __str__(self) -> str:

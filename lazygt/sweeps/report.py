@@ -54,6 +54,7 @@ class Row:
 
     @property
     def done(self) -> bool:
+        """True if there are figures."""
         return self.status == DONE
 
     @property

@@ -53,8 +53,8 @@ class KnobsIgnored(ProgramFailed):
 
 
 @dataclass(frozen=True)
-class Ground:
-    """Settings that all combinations share.
+class SweepSetup:
+    """Conditions that all combinations share.
 
     Attributes:
         settings: settings of every session.
@@ -72,6 +72,7 @@ class Ground:
 
     @property
     def how(self) -> str:
+        """Origin of the figures."""
         return SIMULATED if self.simulated else MEASURED
 
     @property
@@ -80,62 +81,67 @@ class Ground:
         return DRY_STEPS + (0 if self.simulated else self.window.total)
 
 
-def rows_of(combos: Sequence[Combination], run: Run, ground: Ground) -> Iterator[Row]:
+def run_combinations(combos: Sequence[Combination], run: Run, setup: SweepSetup) -> Iterator[Row]:
     """Run the combinations one by one, and yield their rows; a failure is a row, too."""
     for combo in combos:
         try:
-            yield _row(combo, run, ground)
+            yield _row(combo, run, setup)
         except Exception as error:  # noqa: BLE001 - any error of the program becomes its row
-            yield Row(combo, ground.how, FAILED, note=_error_line(error))
+            yield Row(combo, setup.how, FAILED, note=_error_line(error))
 
 
-def _row(combo: Combination, run: Run, ground: Ground) -> Row:
+def _row(combo: Combination, run: Run, setup: SweepSetup) -> Row:
     """Predict a combination; skip it if its memory is too large, else measure it if possible."""
     try:
-        prediction = _predicted(combo, run, ground)
+        prediction = _predicted(combo, run, setup)
     except Exception as error:
-        if ground.simulated or isinstance(error, KnobsIgnored):
+        if setup.simulated or isinstance(error, KnobsIgnored):
             raise
         # the dry run read zeros; with real values the program may succeed
-        row = _measured(combo, run, ground, 0)
+        row = _measured(combo, run, setup, 0)
         return replace(row, note=f"its memory was not looked at before: {_error_line(error)}")
-    peak, limit = prediction.peak_bytes, _memory_limit(prediction, ground)
+    peak, limit = prediction.peak_bytes, _memory_limit(prediction, setup)
     if peak > limit:
         note = f"a rank would need {amount(peak, 'B')}, and {amount(int(limit), 'B')} are safe"
-        return Row(combo, ground.how, SKIPPED, peak_bytes=peak, note=note)
-    if not ground.simulated:
-        return _measured(combo, run, ground, prediction.tokens)
+        return Row(combo, setup.how, SKIPPED, peak_bytes=peak, note=note)
+    if not setup.simulated:
+        return _measured(combo, run, setup, prediction.tokens)
     return Row(
         combo, SIMULATED, step_seconds=prediction.step_seconds, tokens=prediction.tokens,
         peak_bytes=peak, shares=simulated_shares(prediction),
     )  # fmt: skip
 
 
-def _predicted(combo: Combination, run: Run, ground: Ground) -> Prediction:
+def _predicted(combo: Combination, run: Run, setup: SweepSetup) -> Prediction:
     """Predict a step of a combination, without computing anything."""
     observers: dict[int, LiveValue] = {}
 
-    def opened(session: Session) -> None:
+    def on_session_opened(session: Session) -> None:
+        """Observe a session's values from its beginning, and count its steps."""
         observers[id(session)] = LiveValue(session)
-        steps.opened(session)
+        steps.on_session_opened(session)
 
-    steps = Steps(DRY_STEPS, lambda session, done: ground.tick())
-    _run_steps(combo, run, {**ground.settings, **DRY}, opened, steps.close)
+    steps = Steps(DRY_STEPS, lambda session, done: setup.tick())
+    _run_steps(combo, run, {**setup.settings, **DRY}, on_session_opened, steps.close)
     if steps.session is None:
         raise ProgramFailed("no torch optimizer stepped in a session: there is no step to look at")
     session = steps.session
     return predict(session, session.machine, observers[id(session)])
 
 
-def _measured(combo: Combination, run: Run, ground: Ground, tokens: int) -> Row:
-    """Run a combination for real, and return its measured row."""
-    stopwatch = Stopwatch(ground.window, ground.tick)
+def _measured(combo: Combination, run: Run, setup: SweepSetup, tokens: int) -> Row:
+    """Run a combination for real, and return its measured row.
+
+    Args:
+        tokens: tokens of a step, as predicted.
+    """
+    stopwatch = Stopwatch(setup.window, setup.tick)
     # no recovery: a dead worker is an error, and no snapshot disturbs a window
-    settings = {**ground.settings, "recovery": "off"}
-    _run_steps(combo, run, settings, stopwatch.opened, stopwatch.close)
+    settings = {**setup.settings, "recovery": "off"}
+    _run_steps(combo, run, settings, stopwatch.on_session_opened, stopwatch.close)
     if stopwatch.step_seconds is None:
         raise ProgramFailed(
-            f"the program ended after {stopwatch.steps.done} steps of {ground.window.total}: "
+            f"the program ended after {stopwatch.steps.done} steps of {setup.window.total}: "
             f"let it do more, or measure fewer"
         )
     shares = _shares(stopwatch)
@@ -147,6 +153,7 @@ def _measured(combo: Combination, run: Run, ground: Ground, tokens: int) -> Row:
 
 
 def _shares(stopwatch: Stopwatch) -> Shares | None:
+    """Return the shares of the profiled steps; None if the program ended before them."""
     session, timeline, seconds = stopwatch.steps.session, stopwatch.timeline, stopwatch.step_seconds
     if timeline is None or session is None or seconds is None or not timeline.timed:
         return None
@@ -159,23 +166,24 @@ def _run_steps(
     combo: Combination,
     run: Run,
     settings: Mapping[str, Any],
-    opened: Callable[[Session], object],
+    on_session_opened: Callable[[Session], object],
     close: Callable[[], object],
 ) -> None:
     """Run a combination with its overrides up to its last step, and close its sessions.
 
     Args:
-        opened: called with each new session.
+        on_session_opened: called with each new session.
         close: called at the end of the program.
 
     Raises:
-        KnobsIgnored: see there; and the program's errors.
+        KnobsIgnored: the program has no call that the knobs apply to.
+        Exception: the program's own errors.
     """
     sessions: list[Session] = []
 
     def register(session: Session) -> None:
         sessions.append(session)
-        opened(session)
+        on_session_opened(session)
 
     with forced_knobs(**combo.forced) as forced:
         try:
@@ -192,13 +200,13 @@ def _run_steps(
             raise KnobsIgnored(str(error)) from None
 
 
-def _memory_limit(prediction: Prediction, ground: Ground) -> float:
+def _memory_limit(prediction: Prediction, setup: SweepSetup) -> float:
     """Return the bytes that a rank may use: the setting, or 90 % of its memory."""
-    if ground.memory is not None:
-        return ground.memory
-    if ground.simulated:
+    if setup.memory is not None:
+        return setup.memory
+    if setup.simulated:
         return SAFE * prediction.machine.memory.capacity
-    if torch.cuda.is_available() and ground.settings.get("device") != "cpu":
+    if torch.cuda.is_available() and setup.settings.get("device") != "cpu":
         return SAFE * float(torch.cuda.get_device_properties(0).total_memory)
     host_bytes: int = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ranks = 1 if prediction.mesh is None else prediction.mesh.world_size
@@ -259,27 +267,32 @@ def sweep(
         device = machine_of(machine, cache_setting()).device
         settings |= {"machine": machine, "device": device}
     simulated = gpus is not None or machine is not None
-    ground = Ground(settings, simulated, memory, window or Window())
-    title = sweep_title(getattr(program, "__name__", "program"), len(combos), ground)
-    return Sweep(title, list(rows_of(combos, _runner(program), ground)), baseline_index, target)
+    setup = SweepSetup(settings, simulated, memory, window or Window())
+    title = sweep_title(getattr(program, "__name__", "program"), len(combos), setup)
+    return Sweep(
+        title, list(run_combinations(combos, _runner(program), setup)), baseline_index, target
+    )
 
 
-def sweep_title(program: str, count: int, ground: Ground) -> str:
+def sweep_title(program: str, count: int, setup: SweepSetup) -> str:
     """Return the title of a sweep: program, mesh and machine, number of combinations."""
-    targets = [str(ground.settings[key]) for key in ("mesh", "machine") if key in ground.settings]
+    targets = [str(setup.settings[key]) for key in ("mesh", "machine") if key in setup.settings]
     location = f" on {', '.join(targets)}" if targets else ""
     counted = "1 combination" if count == 1 else f"{count} combinations"
-    return f"{program}{location}: {counted}, {ground.how}"
+    return f"{program}{location}: {counted}, {setup.how}"
 
 
-def _runner(program: Callable[..., object]) -> Any:
-    """Return a ``Run`` that calls the program in a new session."""
+def _runner(program: Callable[..., object]) -> Run:
+    """Return a function that calls the program in a new session."""
 
     def run(
-        combo: Combination, settings: Mapping[str, Any], opened: Callable[[Session], object]
+        combo: Combination,
+        settings: Mapping[str, Any],
+        on_session_opened: Callable[[Session], object],
     ) -> None:
+        """Call the program once; see ``Run``."""
         with Session(**grouped(settings)) as session:
-            opened(session)
+            on_session_opened(session)
             program(**combo.passed)
 
     return run

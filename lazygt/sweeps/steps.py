@@ -1,6 +1,6 @@
-"""Counting and timing of training steps of an unmodified script.
+"""Counting and timing of training steps of an unmodified script, and the shares of a step's time.
 
-A step ends with each step of the optimizer that has stepped first."""
+A training step ends with each step of the optimizer that has stepped first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine
-from lazygt.machine.prices import line_seconds
+from lazygt.machine.prices import axis_group_seconds
 from lazygt.observe.timeline import (
     ExchangeTime,
     TimedRun,
@@ -75,7 +75,10 @@ class Shares(NamedTuple):
 
 
 def simulated_shares(prediction: Prediction) -> Shares:
-    """Compute the shares of a predicted step, of the rank with the most exposed time."""
+    """Compute the shares of a predicted step, of the rank with the most exposed time.
+
+    Collectives are *exposed* while their rank waits for them instead of computing.
+    """
     step, mesh, machine = prediction.step_seconds, prediction.mesh, prediction.machine
     rows = prediction.collectives
     exposed = sum(row.exposed for row in rows)
@@ -83,7 +86,7 @@ def simulated_shares(prediction: Prediction) -> Shares:
     in_flight = busy = 0.0
     for run in prediction.runs:
         slowest = max(run.simulated.classes, key=lambda c: sum(span.exposed for span in c.spans))
-        in_flight += covered((s.begin, s.end) for s in slowest.spans if s.lane != "compute")
+        in_flight += union_length((s.begin, s.end) for s in slowest.spans if s.lane != "compute")
         busy += slowest.busy
     return Shares(
         in_flight / step,
@@ -113,7 +116,7 @@ def measured_shares(
     exposed = sum(row.exposed for row in rows)
     latency_seconds = _latency_seconds(machine, mesh, rows)
     in_flight = sum(
-        covered(flight.nanoseconds for flight in flights(graph, timings))
+        union_length(flight.nanoseconds for flight in flights(graph, timings))
         for graph, timings in graphs
     )
     return Shares(
@@ -129,7 +132,11 @@ def measured_shares(
 def _latency_seconds(
     machine: Machine, mesh: Mesh | None, rows: Sequence[CollectiveTime] | Sequence[ExchangeTime]
 ) -> float:
-    """Return the exposed seconds of collectives that do not depend on their bytes."""
+    """Return the exposed seconds of collectives that do not depend on their bytes.
+
+    Args:
+        rows: collectives of a step, with their exposed seconds.
+    """
     return sum(
         row.exposed * latency_share(machine, mesh, row.axis, row.kind, row.times, row.nbytes)
         for row in rows
@@ -143,17 +150,19 @@ def latency_share(
     """Return the share of the time of collectives that does not depend on their bytes.
 
     Args:
-        name: kind of the collectives, perhaps with the reduction.
+        axis: axis of the mesh along which they run.
+        name: kind of the collectives, perhaps with the reduction, such as ``all_reduce sum``.
+        times: number of collectives.
         nbytes: payload of all of them.
     """
     kind, group = name.split(" ")[0], mesh.lines(axis)[0]
     if kind in ("send", "receive"):
         kind, group = "send_recv", group[:2]
-    total = line_seconds(machine, kind, round(nbytes / times), group)
-    return min(line_seconds(machine, kind, 0, group) / total, 1.0) if total else 0.0
+    total = axis_group_seconds(machine, kind, round(nbytes / times), group)
+    return min(axis_group_seconds(machine, kind, 0, group) / total, 1.0) if total else 0.0
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
+def union_length(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of intervals."""
     total = covered_until = 0.0
     for begin, end in sorted(spans):
@@ -189,26 +198,31 @@ class Window(NamedTuple):
 
 
 class Steps:
-    """Counter of steps that ends the script after the last one.
+    """Counter of steps that ends the script after the last one, by raising ``StepsDone``.
 
     Args:
         last: number of steps to do.
-        after: called after each step with the session and the number of steps done.
+        after_step: called after each step with the session and the number of steps done.
 
     Attributes:
         done: number of steps done.
         session: session of the steps; None while no optimizer has stepped.
     """
 
-    def __init__(self, last: int, after: Callable[[Session, int], object]) -> None:
+    def __init__(self, last: int, after_step: Callable[[Session, int], object]) -> None:
         self.done = 0
         self.session: Session | None = None
-        self._last, self._after = last, after
+        self._last, self._after_step = last, after_step
+        #: the optimizer that stepped first
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: RemovableHandle | None = None
 
-    def opened(self, session: Session) -> None:
-        """Count the steps in a new session; hooks of the session itself run first."""
+    def on_session_opened(self, _session: Session) -> None:
+        """Count the steps from here on.
+
+        The counter is a hook on all optimizers. Hooks run in the order of registration, so it is
+        registered again, behind those that the new session has registered on opening.
+        """
         self.close()
         self._hook = register_optimizer_step_post_hook(self._on_optimizer_step)
 
@@ -231,7 +245,7 @@ class Steps:
         elif first_optimizer is not optimizer or session is not self.session:
             return
         self.done += 1
-        self._after(session, self.done)
+        self._after_step(session, self.done)
         if self.done >= self._last:
             raise StepsDone
 
@@ -251,25 +265,28 @@ class Stopwatch:
     """
 
     def __init__(self, window: Window, tick: Callable[[], object]) -> None:
-        self.window, self.steps = window, Steps(window.total, self._after)
+        self.window, self.steps = window, Steps(window.total, self._after_step)
         self.step_seconds: float | None = None
         self.peak_bytes: int | None = None
         self.timeline: Timeline | None = None
         self._tick, self._window_begin = tick, 0.0
+        #: timeline of the profiled steps so far
         self._timeline: Timeline | None = None
+        #: resident bytes of the worker besides its values, at the beginning of the window
         self._process_bytes = 0
+        #: context of the profile
         self._profile = ExitStack()
 
-    def opened(self, session: Session) -> None:
-        """Measure the steps in a new session."""
-        self.steps.opened(session)
+    def on_session_opened(self, session: Session) -> None:
+        """Measure the steps from here on; see ``Steps.on_session_opened``."""
+        self.steps.on_session_opened(session)
 
     def close(self) -> None:
         """Stop measuring."""
         self.steps.close()
         self._profile.close()
 
-    def _after(self, session: Session, done: int) -> None:
+    def _after_step(self, session: Session, done: int) -> None:
         """Enter the next phase of the window if step number ``done`` ends one."""
         self._tick()
         window = self.window
@@ -291,13 +308,13 @@ class Stopwatch:
         """Reset rank 0's peak of resident memory, and note the process's own bytes (CPU only)."""
         pid = session.worker_pids[0]
         if session.device_type == "cpu":
-            Path(f"/proc/{pid}/clear_refs").write_text(
-                "5"
-            )  # resets the peak of resident memory, see proc(5)
+            # resets the peak of resident memory, see proc(5)
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
             memory = _memory(session)
             self._process_bytes = memory.resident - sum(memory.living)
 
     def _read_peak(self, session: Session) -> None:
+        """Set ``peak_bytes`` to rank 0's peak since the reset."""
         self.peak_bytes = _memory(session).peak - self._process_bytes
 
 

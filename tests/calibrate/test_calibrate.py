@@ -55,11 +55,13 @@ def test_smallest_calibration_writes_usable_machine(
 def test_every_collective_of_real_workers_is_timed_once_a_size() -> None:
     told: list[None] = []
     sizes = (4 << 10, 4 << 20)
-    found = calibrate.carriers(
+    found = calibrate.fit_carriers(
         "cpu", [2], sizes, 1, {"local": 0.25, "sockets": 0.5}, 1, lambda: told.append(None)
     )
     small = sum(goes_by_sockets(kind, size, 2) for kind in KINDS for size in sizes)
-    assert len(told) == calibrate.steps("cpu", [2], sizes) == len(KINDS) * len(sizes) + small
+    assert (
+        len(told) == calibrate.progress_count("cpu", [2], sizes) == len(KINDS) * len(sizes) + small
+    )
     assert {name: carrier[0].each for name, carrier in found.items()} == {
         "local": 0.25,
         "sockets": 0.5,
@@ -84,8 +86,8 @@ def test_kernels_of_every_dtype_and_family() -> None:
 def test_cache_size_is_largest_fast_working_set() -> None:
     """Also where what is small is slow to begin, as on a GPU."""
     rates = {10: 3.0, 40: 90.0, 160: 100.0, 640: 80.0, 2560: 30.0, 10240: 25.0}
-    assert device_benchmarks.by_size(rates) == (25.0, 640, 100.0)
-    assert device_benchmarks.by_size({10: 7.0, 40: 7.0}) == (7.0, 40, 7.0)
+    assert device_benchmarks.split_at_cache(rates) == (25.0, 640, 100.0)
+    assert device_benchmarks.split_at_cache({10: 7.0, 40: 7.0}) == (7.0, 40, 7.0)
 
 
 def test_gpus_are_measured_with_more() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lazygt.calibrate.device_benchmarks import EventClock, HostClock, least
+from lazygt.calibrate.device_benchmarks import EventClock, HostClock, minimum_seconds
 
 
 class Scripted:
@@ -32,7 +32,7 @@ def test_the_least_of_all_rounds_counts() -> None:
     clock = Scripted(disturbed=(5, 6, 7, 10))  # the first four are for finding out how often
     works = {"fast": clock.lasting(1e-3), "slow": clock.lasting(0.5)}
     told: list[None] = []
-    found = least(clock, works, 3, 0.01, lambda: told.append(None))
+    found = minimum_seconds(clock, works, 3, 0.01, lambda: told.append(None))
     assert {name: round(took, 9) for name, took in found.items()} == {"fast": 1e-3, "slow": 0.5}
     assert len(told) == 6
     assert clock.calls == 2 * 2 + 3 * (10 + 1)
@@ -40,7 +40,7 @@ def test_the_least_of_all_rounds_counts() -> None:
 
 def test_zero_time_function_has_bounded_repeats() -> None:
     clock = Scripted(disturbed=())
-    assert least(clock, {"nothing": clock.lasting(0.0)}, 1, 1.0) == {"nothing": 0.0}
+    assert minimum_seconds(clock, {"nothing": clock.lasting(0.0)}, 1, 1.0) == {"nothing": 0.0}
     assert clock.calls == 2 + 10_000
 
 

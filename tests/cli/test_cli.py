@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import lazygt
 from lazygt.cli.app import app
 from lazygt.cli.dump import STAGES, read_plans, wrapped
-from lazygt.cli.script import Option, own_first, run_script
+from lazygt.cli.script import Option, command_options_first, run_script
 from lazygt.graph.text import parse_graph
 from lazygt.passes import PIPELINE
 
@@ -134,7 +134,7 @@ def test_own_options_may_stand_behind_the_script(args: str, expected: str) -> No
     output = Option("output", True)
     known = {"--plan": Option("plan", True), "-o": output, "--output": output,
              "--flag": Option("flag", False)}  # fmt: skip
-    assert own_first(args.split(), known) == expected.split()
+    assert command_options_first(args.split(), known) == expected.split()
 
 
 @pytest.mark.parametrize("command", ["dump", "why", "profile"])

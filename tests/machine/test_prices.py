@@ -12,8 +12,8 @@ from lazygt.graph.collectives import ring_bytes
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.machine import Figure, Machine, default_machine, on_hosts
 from lazygt.machine.prices import (
+    axis_group_seconds,
     collective_seconds,
-    line_seconds,
     link_for,
     matmul_seconds,
     moving_seconds,
@@ -131,7 +131,7 @@ def test_a_ring_goes_between_hosts_once_for_each_rank_that_it_has_there() -> Non
     machine = on_mesh("x=8", [4, 4])
     line = machine.along("x")
     for kind in ("all_reduce", "all_to_all"):
-        simulated = line_seconds(machine, kind, 8 << 20, range(8))
+        simulated = axis_group_seconds(machine, kind, 8 << 20, range(8))
         assert collective_seconds(line, kind, 8 << 20, 8) == simulated
     lonely, (network,) = on_mesh("x=8", [1] * 8).along("x"), machine.collectives.network
     sent = ring_bytes("all_reduce", 8 << 20, 8)

@@ -21,7 +21,7 @@ from lazygt.cli.app import app
 from lazygt.graph import Graph, parse_graph
 from lazygt.graph.cost import Cost, graph_costs
 from lazygt.graph.liveness import peak_bytes
-from lazygt.observe.report import LineCost, PlanCost, Report, shown
+from lazygt.observe.report import LineCost, PlanCost, Report, short_line
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse, candidates
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.runtime.worker.inline import MOST_ZEROS
@@ -278,10 +278,10 @@ def test_reported_gains_are_those_of_fusion_pass() -> None:
         for runs in explaining.runs_of(s):
             assert runs.before is not None
             found = sorted(each.gain for each in candidates(runs.before, PRICES) if each.gain > 0)
-            shown = sorted(
+            short_line = sorted(
                 each.gain for each in explaining.report_of([runs._replace(times=1)]).fused
             )
-            assert shown == pytest.approx(sorted(set(found)))
+            assert short_line == pytest.approx(sorted(set(found)))
         assert lazygt.explain(s).fused
 
 
@@ -384,7 +384,7 @@ def test_a_report_is_as_wide_as_the_terminal(width: int) -> None:
     ],
 )  # fmt: skip
 def test_a_line_is_told_as_short_as_it_can_be(line: str, expected: str) -> None:
-    assert shown(line) == expected
+    assert short_line(line) == expected
 
 
 def test_only_graphs_plans_and_sessions_are_explained() -> None:

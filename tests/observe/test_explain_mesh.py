@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import lazygt
 import lazygt.observe.explain as explaining
 from lazygt.cli.app import app
-from lazygt.cli.script import forced_upon
+from lazygt.cli.script import forced_settings
 from lazygt.graph.mesh import Mesh, VirtualMesh
 from lazygt.graph.text import parse_graph
 from lazygt.machine import collective_seconds, default_machine, on_hosts
@@ -134,10 +134,10 @@ def test_a_mesh_without_the_axes_that_a_script_names(here: Path) -> None:
 
 
 def test_settings_of_a_script_that_are_not_its_own_to_say() -> None:
-    assert forced_upon({"workers": 3, "log": "x"}, {"launcher": "dry"}) == {
+    assert forced_settings({"workers": 3, "log": "x"}, {"launcher": "dry"}) == {
         "workers": 3, "log": "x", "launcher": "dry",
     }  # fmt: skip
-    assert forced_upon({"workers": 3}, {"mesh": "a=2"}) == {"mesh": "a=2"}
+    assert forced_settings({"workers": 3}, {"mesh": "a=2"}) == {"mesh": "a=2"}
 
 
 def test_dump_shows_where_every_value_lies(here: Path) -> None:

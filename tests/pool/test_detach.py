@@ -54,7 +54,7 @@ def test_restarted_client_finds_published_values_and_evicts_old_session(pool):
     (row,) = status(pool, "small")["sessions"]
     assert (row["client"], row["pids"]) == ("small", [pid])
     assert status(pool, "other")["sessions"] == []
-    # it counts for the quota: its place, and its memory with what it has published
+    # it counts for the quota: its slot, and its memory with what it has published
     with pytest.raises(OverQuota, match="quota of 1 sessions"):
         lazygt.session(pool=lazygt.PoolAccess(pool.on, key=pool.key("small")), workers=1)
     nbytes = (40 << 20) + 28

@@ -1,4 +1,4 @@
-"""Which GPUs a session in a pool gets: those of its places, which are nobody else's."""
+"""Which GPUs a session in a pool gets: those of its slots, which are nobody else's."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def gpus(monkeypatch, tmp_path):
     return machine
 
 
-def granted(places, device="cuda"):
-    terms = Terms(len(places), 1, device, "/cache", places)
-    return terms.apply(spec_of(spec_text(LinkSpec(world_size=len(places), device=device))))
+def granted(slots, device="cuda"):
+    terms = Terms(len(slots), 1, device, "/cache", slots)
+    return terms.apply(spec_of(spec_text(LinkSpec(world_size=len(slots), device=device))))
 
 
 def test_the_workers_of_a_session_get_the_gpus_of_its_places(gpus):
@@ -69,14 +69,14 @@ def test_one_that_is_replaced_gets_the_same_gpu_again(gpus):
 
 
 @pytest.mark.parametrize(
-    ("places", "count", "between"), [((4, 5), 8, 2), ((1, 3), 2, 1), ((0,), 0, 0), (None, 8, 8)]
+    ("slots", "count", "between"), [((4, 5), 8, 2), ((1, 3), 2, 1), ((0,), 0, 0), (None, 8, 8)]
 )
-def test_gpus_shared_by_ranks(places, count, between):
-    assert LinkSpec(world_size=2, device="cuda", gpus=places).gpus_here(count) == between
+def test_gpus_shared_by_ranks(slots, count, between):
+    assert LinkSpec(world_size=2, device="cuda", gpus=slots).gpus_here(count) == between
 
 
 def test_no_two_sessions_ever_have_the_same_gpu(gpus):
-    """Sessions come and go at random on a pool of as many places as there are GPUs."""
+    """Sessions come and go at random on a pool of as many slots as there are GPUs."""
     seen, chance = gpus(8), random.Random(0)
     policy = Policy(Rules(workers=8, at_once=8, queue=16))
     living, grants = {}, 0
@@ -91,7 +91,7 @@ def test_no_two_sessions_ever_have_the_same_gpu(gpus):
             steps = policy.request(asked, float(number))
         for step in steps:
             if isinstance(step, Grant):
-                living[step.session] = seen(granted(step.places))
+                living[step.session] = seen(granted(step.slots))
                 grants += 1
         taken = [gpu for theirs in living.values() for gpu in theirs]
         assert len(taken) == len(set(taken)) <= 8

@@ -70,7 +70,7 @@ def pool(tmp_path_factory):
 
 @contextmanager
 def honest(pool):
-    """A client whose session is as it was afterwards, and the places of all others free."""
+    """A client whose session is as it was afterwards, and the slots of all others free."""
     with lazygt.session(
         pool=lazygt.PoolAccess(pool.on, key=pool.key("alice")), workers=1
     ) as session:

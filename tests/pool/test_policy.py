@@ -247,7 +247,7 @@ class Model:
     def __init__(self, pool):
         self.pool = pool
         self.asked = {}
-        self.places = {}
+        self.slots = {}
         self.resumed = set()
         self.ended = set()
 
@@ -255,7 +255,7 @@ class Model:
         kind, *arguments = event
         if kind == "request":
             self.asked.setdefault(arguments[0].session, arguments[0])
-        waits = arguments and arguments[0] in set(self.asked) - set(self.places)
+        waits = arguments and arguments[0] in set(self.asked) - set(self.slots)
         if kind == "release" or (kind == "client_gone" and arguments[1] and waits):
             self.forget(arguments[0])
         if kind == "client_back":
@@ -268,21 +268,21 @@ class Model:
     def follow(self, step, event):
         session = step.session
         match step:
-            case Grant(_, places):
-                assert session not in self.places
-                self.places[session] = places
+            case Grant(_, slots):
+                assert session not in self.slots
+                self.slots[session] = slots
             case Refuse():
                 again = event[0] == "request" and event[1].session == session
                 twice = again and event[1] is not self.asked.get(session)
                 if not twice:
                     self.forget(session)
             case EndSession():
-                assert session in self.places
+                assert session in self.slots
                 assert session not in self.ended
                 self.ended.add(session)
                 self.resumed.discard(session)
             case Resume():
-                assert session in self.places
+                assert session in self.slots
                 assert session not in self.resumed
                 self.resumed.add(session)
             case Pause():
@@ -290,23 +290,23 @@ class Model:
 
     def forget(self, session):
         self.asked.pop(session, None)
-        self.places.pop(session, None)
+        self.slots.pop(session, None)
         self.resumed.discard(session)
         self.ended.discard(session)
 
     def check(self):
-        taken = [place for places in self.places.values() for place in places]
+        taken = [slot for slots in self.slots.values() for slot in slots]
         assert len(taken) == len(set(taken)) <= self.pool.rules.workers
         assert set(taken) <= set(range(self.pool.rules.workers))
-        for session, places in self.places.items():
-            assert len(places) == self.asked[session].workers
+        for session, slots in self.slots.items():
+            assert len(slots) == self.asked[session].workers
         for client, quota in QUOTAS.items():
-            theirs = [self.asked[s] for s in self.places if self.asked[s].client == client]
+            theirs = [self.asked[s] for s in self.slots if self.asked[s].client == client]
             assert len(theirs) <= quota.sessions
             assert sum(asked.workers for asked in theirs) <= quota.workers
             assert sum(asked.cores for asked in theirs) <= quota.cores
         at_once = self.pool.rules.at_once
-        assert sum(min(len(self.places[s]), at_once) for s in self.resumed) <= at_once
+        assert sum(min(len(self.slots[s]), at_once) for s in self.resumed) <= at_once
         assert len(self.pool.queue) <= self.pool.rules.queue
 
 
@@ -326,7 +326,7 @@ def test_random_events_keep_policy_invariants(events, at_once, queue):
     assert model.pool.leases == {}
     assert model.pool.queue == []
     model.handle(("request", SessionRequest("s0", "k1", 4, 4)), now)
-    assert model.places == {"s0": (0, 1, 2, 3)}
+    assert model.slots == {"s0": (0, 1, 2, 3)}
     assert model.resumed == {"s0"}
 
 

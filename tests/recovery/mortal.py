@@ -139,8 +139,8 @@ class MortalLink:
         os.close(self._memory)
 
 
-def _is_due(recovery: RollbackRecovery, snapshots: bool, kept_bytes: int) -> bool:
-    return snapshots and not recovery.journal.cutting
+def _snapshot_is_due(recovery: RollbackRecovery, snapshots: bool, retained_bytes: int) -> bool:
+    return snapshots and not recovery.journal.snapshot_under_way
 
 
 @contextmanager
@@ -160,7 +160,9 @@ def mortal_session(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(opening.LAUNCHERS, "mortal", open_mortal)
-        patch.setattr(RollbackRecovery, "is_due", partialmethod(_is_due, snapshots))
+        patch.setattr(
+            RollbackRecovery, "snapshot_is_due", partialmethod(_snapshot_is_due, snapshots)
+        )
         with lazygt.session(
             launcher="mortal", compile="off", workers=lazygt.Workers(shm_threshold=1024)
         ) as s:

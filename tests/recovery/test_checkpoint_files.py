@@ -120,7 +120,7 @@ def test_a_folder_is_one_sessions_alone(tmp_path: Path) -> None:
         CheckpointFolder(tmp_path)
     save(folder, 1)
     folder.close()
-    assert CheckpointFolder(tmp_path).whole == [1]
+    assert CheckpointFolder(tmp_path).retained == [1]
 
 
 PROGRAM = """

@@ -163,14 +163,14 @@ class HeldWrites:
     """Writing threads wait until they may."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._may, written = threading.Event(), checkpointing._written
+        self._may, written = threading.Event(), checkpointing._write_moment
         self._monkeypatch = monkeypatch
 
         def held(*given: Any) -> Any:
             assert self._may.wait(60)
             return written(*given)
 
-        monkeypatch.setattr(checkpointing, "_written", held)
+        monkeypatch.setattr(checkpointing, "_write_moment", held)
 
     def go_on(self) -> None:
         self._may.set()
@@ -179,13 +179,13 @@ class HeldWrites:
         """Go on when a recovery waits for them; set then."""
         waited, recovery = threading.Event(), s._client.recovery
         assert recovery is not None
-        assert recovery.reader is not None
+        assert recovery.checkpoint_write is not None
 
         def wait(readers: list[Any]) -> None:
-            assert readers == [recovery.reader]
+            assert readers == [recovery.checkpoint_write]
             waited.set()
             self.go_on()
-            recovery.reader.result()
+            recovery.checkpoint_write.result()
 
         self._monkeypatch.setattr(recover, "wait", wait)
         return waited

@@ -1,4 +1,4 @@
-"""The journal and the doubts as state machines, without processes."""
+"""The journal and suspected failures as state machines, without processes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lazygt.recovery.journal import Cut, Journal, Renewed
-from lazygt.recovery.recover import Doubts, Notification, RollbackRecovery
+from lazygt.recovery.journal import GroupEntry, Journal, SnapshotEntry
+from lazygt.recovery.recover import RollbackRecovery
+from lazygt.recovery.suspected import Notification, SuspectedFailures
 from lazygt.runtime.messages import COLLECTIVE_ERROR, Done, Failure, Snapped
 
 
@@ -33,26 +34,26 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(since=st.integers(0, 9))
     def renew(self, since: int) -> None:
-        self.note(Renewed(since))
+        self.note(GroupEntry(since))
 
     def note(self, entry: Any) -> None:
         self.journal.entries.append(entry)
         self.history.append(entry)
 
-    @precondition(lambda self: not self.journal.cutting)
+    @precondition(lambda self: not self.journal.snapshot_under_way)
     @rule()
     def cut(self) -> None:
         self.number += 1
         self.taken = set()
-        assert self.journal.cut(self.seq) == self.number
-        self.history.append(Cut(self.number))
+        assert self.journal.begin_snapshot(self.seq) == self.number
+        self.history.append(SnapshotEntry(self.number))
 
-    @precondition(lambda self: self.journal.cutting)
+    @precondition(lambda self: self.journal.snapshot_under_way)
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         rank = data.draw(st.sampled_from(sorted(set(range(self.ranks)) - self.taken)))
         self.taken.add(rank)
-        whole = self.journal.took(rank, Snapped(self.number))
+        whole = self.journal.add_part(rank, Snapped(self.number))
         assert whole == (len(self.taken) == self.ranks)
         if whole:
             self.committed = self.number
@@ -65,7 +66,7 @@ class JournalMachine(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 2))
     def an_old_part_changes_nothing(self, rank: int) -> None:
         before = self.journal.committed.number
-        assert not self.journal.took(rank, Snapped(self.number + 1))
+        assert not self.journal.add_part(rank, Snapped(self.number + 1))
         assert self.journal.committed.number == before
 
     @invariant()
@@ -73,7 +74,7 @@ class JournalMachine(RuleBasedStateMachine):
         if not hasattr(self, "journal"):
             return
         assert self.journal.committed.number == self.committed
-        begin = self.history.index(Cut(self.committed)) + 1 if self.committed else 0
+        begin = self.history.index(SnapshotEntry(self.committed)) + 1 if self.committed else 0
         assert self.journal.entries == self.history[begin:]
         runs = [entry for entry in self.journal.entries if isinstance(entry, tuple)]
         seqs = [seq for seq, _, _ in runs]
@@ -97,11 +98,11 @@ class Ranks:
 
     def __init__(self, count: int, runs: int) -> None:
         self.waiting = {seq: set(range(count)) for seq in range(1, runs + 1)}
-        self.doubts = Doubts(lambda seq: self.waiting.get(seq, set()))
+        self.suspected = SuspectedFailures(lambda seq: self.waiting.get(seq, set()))
 
     def tell(self, told: Notification) -> list[Notification]:
         believed = []
-        for each in self.doubts.sort_out(told):
+        for each in self.suspected.add(told):
             assert isinstance(each.message, Done)
             self.waiting[each.message.seq].discard(each.rank)
             believed.append(each)
@@ -123,12 +124,12 @@ def test_a_collective_that_fails_when_its_run_is_done_again_is_in_doubt() -> Non
     link = SimpleNamespace(world_size=2)
     recovery = RollbackRecovery(client, link, cost=0.1, journal_bytes=1 << 20)  # type: ignore[arg-type]
     for rank in (0, 1):
-        recovery.answered(rank, 5)  # what the snapshot covers
+        recovery.record_answer(rank, 5)  # what the snapshot covers
     failed = answer(0, 6, True)
     inherited = Notification(0, Done(7, fetched=[Failure(0, COLLECTIVE_ERROR, "", 6)]), [])
-    assert list(recovery.doubts.sort_out(failed)) == []
-    assert list(recovery.doubts.sort_out(inherited)) == []
-    assert recovery.doubts.take() == [failed, inherited]
+    assert list(recovery.suspected.add(failed)) == []
+    assert list(recovery.suspected.add(inherited)) == []
+    assert recovery.suspected.take() == [failed, inherited]
 
 
 def test_held_answers_may_be_suspected_too() -> None:
@@ -136,7 +137,7 @@ def test_held_answers_may_be_suspected_too() -> None:
     said = [answer(0, 1, True), answer(0, 2, True), answer(1, 1)]
     assert [ranks.tell(each) for each in said[:2]] == [[], []]
     assert ranks.tell(said[2]) == [said[0]]
-    assert ranks.doubts.take() == [said[1], said[2]]
+    assert ranks.suspected.take() == [said[1], said[2]]
 
 
 def test_a_rank_alone_and_other_failures_are_not_in_doubt() -> None:

@@ -34,13 +34,13 @@ class Taker:
     def take(self, number: int, committed: int = 0) -> Snapped | None:
         return self.snapshots.take(Snap(number, committed), self.store, 0, STATE)
 
-    def taken(self) -> Snapped:
+    def finished(self) -> Snapped:
         """The answer, once the eventfd tells of it."""
         assert self.snapshots.wakes is not None
         ready, _, _ = select.select([self.snapshots.wakes], [], [], 60.0)
         assert ready
         os.eventfd_read(self.snapshots.wakes)
-        answer = self.snapshots.taken()
+        answer = self.snapshots.finished()
         assert answer is not None
         return answer
 
@@ -56,14 +56,14 @@ def test_values_overwritten_meanwhile_are_restored_as_they_were() -> None:
     value = torch.arange(1000.0)
     taker.store.put(7, value)
     assert taker.take(1) is None
-    assert taker.snapshots.taken() is None, "its copy has not been made yet"
+    assert taker.snapshots.finished() is None, "its copy has not been made yet"
     value.zero_()
     (made,) = taker.cuda.events
     made.came.set()
-    answer = taker.taken()
+    answer = taker.finished()
     assert taker.cuda.side.waits == 1
     assert (answer.error, answer.nbytes) == ("", 4000)
-    assert taker.snapshots.taken() is None, "it is told once"
+    assert taker.snapshots.finished() is None, "it is told once"
     assert torch.equal(taker.restored(answer)[7], torch.arange(1000.0))
     assert taker.cuda.kernels.waits == 0
 
@@ -73,11 +73,11 @@ def test_later_snapshot_copies_only_new_values() -> None:
     taker.store.put(1, torch.ones(10))
     taker.take(1)
     taker.cuda.events[0].came.set()
-    first = taker.taken()
+    first = taker.finished()
     taker.store.put(2, torch.full((3, 2), 2.0).T)
     taker.take(2, committed=1)
     taker.cuda.events[-1].came.set()
-    second = taker.taken()
+    second = taker.finished()
     assert (first.nbytes, second.nbytes) == (40, 24)
     values = taker.restored(second)
     assert torch.equal(values[1], torch.ones(10))
@@ -90,7 +90,7 @@ def test_a_snapshot_that_nobody_wants_any_more_is_waited_for_and_given_back() ->
     taker.take(1)
     taker.cuda.events[0].came.set()
     taker.snapshots.restore(Restore(1, 0, 0), taker.store)
-    assert taker.snapshots.taken() is None
+    assert taker.snapshots.finished() is None
     assert taker.snapshots._memory.bytes_in_use == 0
 
 

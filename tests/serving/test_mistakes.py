@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lazygt.serving.mistakes import Remark, judged, parse_claim, spotted
+from lazygt.serving.mistakes import Remark, check_claims, find_mistakes, parse_claim
 from lazygt.serving.stages import parse_stage, stage_numbers
 
 #: 60 GPUs of 500 requests a second, 100 ms to collect a batch.
@@ -13,11 +13,13 @@ RANK = "rank:batch=50,infer=100ms"
 
 def claimed(*claims: str, stage: str = RANK) -> list[Remark]:
     numbers = [stage_numbers(30_000, parse_stage(stage))]
-    return judged(30_000, numbers, [parse_claim(claim) for claim in claims])
+    return check_claims(30_000, numbers, [parse_claim(claim) for claim in claims])
 
 
 def seen(stage: str, qps: float = 30_000) -> list[Remark]:
-    return [each for each in spotted([stage_numbers(qps, parse_stage(stage))]) if each.mistake]
+    return [
+        each for each in find_mistakes([stage_numbers(qps, parse_stage(stage))]) if each.mistake
+    ]
 
 
 @pytest.mark.parametrize(

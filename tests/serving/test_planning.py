@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lazygt
-from lazygt.serving.planning import gpus_that_hold, least
+from lazygt.serving.planning import fewest_gpus, fewest_gpus_for_slo
 from lazygt.serving.report import AT_HIGH_LOAD, FOR_SLO, FORMULAS, GIVEN, ServicePlan
 from lazygt.serving.simulation import Latency, ServiceRun
 from lazygt.serving.stages import parse_stage
@@ -175,7 +175,7 @@ def holding(needed: tuple[int, ...]) -> tuple[list[tuple[int, ...]], object]:
 @pytest.mark.parametrize("needed", [(49,), (51,), (60,), (97,), (700,)])
 def test_the_fewest_of_one_stage(needed: tuple[int, ...]) -> None:
     tried, simulated = holding(needed)
-    found = gpus_that_hold(30_000, [parse_stage(RANK)], 1.0, simulated)
+    found = fewest_gpus_for_slo(30_000, [parse_stage(RANK)], 1.0, simulated)
     assert found == needed
     assert len(tried) < 30
 
@@ -183,16 +183,16 @@ def test_the_fewest_of_one_stage(needed: tuple[int, ...]) -> None:
 def test_the_fewest_of_several_stages() -> None:
     stages = [parse_stage(RANK), parse_stage("find:delay=1ms"), parse_stage("b:infer=1ms")]
     _, simulated = holding((55, 0, 33))
-    assert gpus_that_hold(30_000, stages, 1.0, simulated) == (55, 0, 33)
+    assert fewest_gpus_for_slo(30_000, stages, 1.0, simulated) == (55, 0, 33)
 
 
 def test_never_as_few_as_are_always_busy() -> None:
     _, simulated = holding((1,))
-    assert gpus_that_hold(30_000, [parse_stage(RANK)], 1.0, simulated) == (49,)
-    assert [least(busy) for busy in (0.5, 1.0, 48.0, 48.5)] == [1, 2, 49, 49]
+    assert fewest_gpus_for_slo(30_000, [parse_stage(RANK)], 1.0, simulated) == (49,)
+    assert [fewest_gpus(busy) for busy in (0.5, 1.0, 48.0, 48.5)] == [1, 2, 49, 49]
 
 
 def test_no_gpu_count_meets_impossible_limit() -> None:
     tried, simulated = holding((10**9,))
-    assert gpus_that_hold(30_000, [parse_stage(RANK)], 1.0, simulated) is None
+    assert fewest_gpus_for_slo(30_000, [parse_stage(RANK)], 1.0, simulated) is None
     assert len(tried) < 20

@@ -16,7 +16,7 @@ import lazygt
 from lazygt.cli.app import app
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine, default_machine
-from lazygt.machine.prices import collective_seconds, line_seconds
+from lazygt.machine.prices import axis_group_seconds, collective_seconds
 from lazygt.runtime.plan import Plan
 from lazygt.settings import grouped
 from lazygt.simulation import DRY, LiveValue, Prediction, Rehearsal, predict
@@ -257,15 +257,15 @@ def test_tokens_are_those_of_all_ranks_and_microbatches(microbatches: int) -> No
 def test_between_hosts_a_line_goes_by_the_network() -> None:
     gpu = default_machine("cuda")
     here, there = list(range(8)), list(range(0, 64, 8))
-    inside = line_seconds(gpu, "all_reduce", 1 << 28, here)
+    inside = axis_group_seconds(gpu, "all_reduce", 1 << 28, here)
     assert inside == collective_seconds(gpu, "all_reduce", 1 << 28, 8)
     link = gpu.collectives.network[-1]
     sent = 2 * (1 << 28) * 7 / 8
-    assert line_seconds(gpu, "all_reduce", 1 << 28, there) == pytest.approx(
+    assert axis_group_seconds(gpu, "all_reduce", 1 << 28, there) == pytest.approx(
         link.latency + 6 * link.each + sent / link.bandwidth
     )
-    assert inside < line_seconds(gpu, "all_reduce", 1 << 28, range(64))
-    assert line_seconds(gpu, "all_reduce", 1 << 28, range(64)) < 2 * line_seconds(
+    assert inside < axis_group_seconds(gpu, "all_reduce", 1 << 28, range(64))
+    assert axis_group_seconds(gpu, "all_reduce", 1 << 28, range(64)) < 2 * axis_group_seconds(
         gpu, "all_reduce", 1 << 28, there
     )
 

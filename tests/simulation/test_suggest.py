@@ -16,7 +16,7 @@ import lazygt
 from lazygt.cli.app import app
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine, default_machine
-from lazygt.simulation.suggest import Trial, blocks_checkpointed, suggestions, trials, tried
+from lazygt.simulation.suggest import Trial, blocks_checkpointed, run_trials, suggestions, trials
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -78,7 +78,7 @@ def test_failing_trial_has_no_result() -> None:
     def run(trial: Trial) -> Step:
         raise ValueError(trial.what)
 
-    assert [other for _, other in tried([Trial("a")], run)] == [None]
+    assert [other for _, other in run_trials([Trial("a")], run)] == [None]
 
 
 class Layer(nn.Module):

@@ -17,7 +17,7 @@ import lazygt
 from lazygt.graph.mesh import Mesh
 from lazygt.machine import Machine, machine_of
 from lazygt.sweeps import Combination, Row, Shares, Sweep, verdict
-from lazygt.sweeps.steps import covered, latency_share
+from lazygt.sweeps.steps import latency_share, union_length
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -217,8 +217,8 @@ def test_without_tokens_steps_are_compared() -> None:
 
 
 def test_length_of_covered_time() -> None:
-    assert covered([]) == 0
-    assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
+    assert union_length([]) == 0
+    assert union_length([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
 
 
 def test_latency_and_bytes_are_told_apart_by_the_machine() -> None:

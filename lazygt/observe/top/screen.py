@@ -174,6 +174,7 @@ def _rank_urgency(rank: RankStatus) -> tuple[bool, int, bool, float, int]:
 
 
 def _rank_table(ranks: Sequence[RankStatus]) -> Table:
+    """Build the table of ranks; the column of activities takes the remaining width."""
     table = _table(*_RANK_COLUMNS)
     table.columns[5].ratio = 1
     table.expand = True
@@ -303,6 +304,7 @@ def _is_urgent(row: Mapping[str, Any], sessions: Mapping[str, SessionStatus]) ->
 
 
 def _session_table(rows: list[Any], sessions: Mapping[str, SessionStatus]) -> Table:
+    """Build the table of a pool's sessions."""
     table = _table(*_SESSION_COLUMNS)
     table.padding = (0, 1, 0, 0)
     for row in rows:
@@ -413,6 +415,7 @@ def page_of(status: SessionStatus | PoolStatus) -> dict[str, Any]:
 
 
 def _pool_page(status: PoolStatus) -> dict[str, Any]:
+    """Return the content of a pool's page; see ``page_of``."""
     title, *lines = map(str, _pool_head(status))
     rows = []
     for row in status.report["sessions"]:

@@ -151,7 +151,8 @@ class PoolSource(StatusSource):
         waited = time.monotonic() - since
         for row in status.report["sessions"]:
             session = status.sessions.get(row["session"])
-            if row["places"] and (session is None or not session.session.pid):
+            has_workers = bool(row["places"])  # numbers of its worker slots
+            if has_workers and (session is None or not session.session.pid):
                 return False
             ranks = () if session is None else session.ranks
             ages = [session.age] if session is not None else []

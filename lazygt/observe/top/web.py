@@ -92,6 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _begin(self, kind: str, length: int | None = None) -> None:
+        """Begin a response: status and headers. Without a length it is a stream."""
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
         if length is not None:

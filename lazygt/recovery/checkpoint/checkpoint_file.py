@@ -107,7 +107,7 @@ def unpacked(path: Path, data: bytes | memoryview, kind: type[T]) -> T:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a file is a checkpoint of any format, or the beginning of one.
+    """Return whether a file is a checkpoint of any format version, or the beginning of one.
 
     Raises:
         PermissionError: it is another user's, or no file.
@@ -189,11 +189,11 @@ class CheckpointFile:
             raise self._damaged(f"its end: {size - nbytes:,} bytes more than were written")
         return begin, length, crc
 
-    def _damaged(self, what: str) -> CheckpointError:
-        """Return the error for a wrong checksum."""
+    def _damaged(self, part: str) -> CheckpointError:
+        """Return the error for a wrong checksum of a section, the index or the header."""
         return CheckpointError(
             self.path,
-            f"{what} is not what was written: the checksum differs. Nothing was loaded. Remove "
+            f"{part} is not what was written: the checksum differs. Nothing was loaded. Remove "
             f"this file to go on from the checkpoint before it, if there is one",
         )
 
@@ -223,7 +223,7 @@ class CheckpointFolder:
     """Folder of checkpoints, locked by this session; it is created if there is none.
 
     Attributes:
-        whole: numbers of the retained files.
+        retained: numbers of the retained files, oldest first.
 
     Raises:
         CheckpointError: another session has locked it, or it can't be written.
@@ -246,7 +246,7 @@ class CheckpointFolder:
             self.close()
             raise
         #: numbers of the files that are retained
-        self.whole = self._numbers()[-_RETAINED:]
+        self.retained = self._numbers()[-_RETAINED:]
         #: number of the next file; numbers of other users' files are not reused
         self._next = max([0, *self._numbers(), *map(_number, self._files(partial=True))]) + 1
 
@@ -259,7 +259,7 @@ class CheckpointFolder:
         checkpoint = newest(self.path)
         if checkpoint is not None:
             number = _number(checkpoint.path)
-            self.whole = [retained for retained in self.whole if retained <= number]
+            self.retained = [retained for retained in self.retained if retained <= number]
         return checkpoint
 
     def write(self, about: Mapping[str, Any], sections: Iterable[memoryview]) -> Path:
@@ -279,9 +279,9 @@ class CheckpointFolder:
             partial.unlink(missing_ok=True)
             raise
         self._next += 1
-        self.whole = [*self.whole, number][-_RETAINED:]
+        self.retained = [*self.retained, number][-_RETAINED:]
         self._sync()
-        for old in set(self._numbers()) - set(self.whole):
+        for old in set(self._numbers()) - set(self.retained):
             self._remove(f"checkpoint-{old:06}.lazygt")
         return path
 

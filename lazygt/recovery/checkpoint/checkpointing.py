@@ -37,7 +37,7 @@ from lazygt.recovery.checkpoint.states import (
     CapturedValues,
     SavedBlock,
     SnapshotCopies,
-    are_there,
+    has_all_values,
     memory_of,
     sections,
 )
@@ -67,7 +67,7 @@ class CheckpointRecord:
 
 
 class _Moment(NamedTuple):
-    """Moment of the program that is being saved."""
+    """Marked moment of the program that is being saved."""
 
     step: int  # the program's number of the step
     begun: float  # time of the mark, by ``time.monotonic``
@@ -94,7 +94,7 @@ class Checkpoints:
     def __init__(self, config: Config) -> None:
         assert config.checkpoint is not None
         self.folder = CheckpointFolder(config.checkpoint)
-        self.resumed, self._had_checkpoints = False, bool(self.folder.whole)
+        self.resumed, self._had_checkpoints = False, bool(self.folder.retained)
         self.records: list[CheckpointRecord] = []
         every = config.checkpoint_every
         self._every = every if isinstance(every, int) else None
@@ -110,10 +110,12 @@ class Checkpoints:
         self._marks = 0
         #: True if the program has called `mark` or `resume`
         self._used = False
+        #: time from which on the next mark is saved, by ``time.monotonic``
         self._due = 0.0
         #: the moment of the pending snapshot, and the write under way
         self._pending: _Moment | None = None
         self._writing: Future[CheckpointRecord] | None = None
+        #: time of the last saved mark
         self._begun = 0.0
         #: error of the last write, and True once the program was warned of it
         self._problem, self._warned = "", False
@@ -147,7 +149,12 @@ class Checkpoints:
         self._objects.update(objects)
 
     def mark(self, step: int, values: Mapping[str, Any], now: bool) -> bool:
-        """Mark that ``step`` steps are done; return whether this moment is being saved."""
+        """Mark that ``step`` steps are done; return whether this moment is being saved.
+
+        Args:
+            values: plain values to save with the objects, by name.
+            now: save this moment in any case, and wait for the disk.
+        """
         self._used = True
         self._check_mark(step, values)
         with self._recorder.lock, DEFER_INTERRUPT:
@@ -164,7 +171,7 @@ class Checkpoints:
         return saved
 
     def resume(self) -> Saved:
-        """Load the last checkpoint into the registered objects."""
+        """Load the last checkpoint, if there is one, into the registered objects."""
         self._used = True
         file = self.folder.newest()
         saved = Saved(file)
@@ -219,7 +226,11 @@ class Checkpoints:
     def _is_due(self) -> bool:
         """Return whether the moment of this mark is to be saved."""
         recovery = self._client.recovery
-        if self._pending or self._writing or (recovery is not None and recovery.journal.cutting):
+        if (
+            self._pending
+            or self._writing
+            or (recovery is not None and recovery.journal.snapshot_under_way)
+        ):
             return False
         if self._every is not None:
             return self._marks >= self._every
@@ -243,7 +254,10 @@ class Checkpoints:
         return saved
 
     def _save(self, step: int, values: Mapping[str, Any]) -> None:
-        """Begin to save this moment: capture the states, and request a snapshot or fetch."""
+        """Begin to save this moment: capture the states, and request a snapshot.
+
+        Without snapshots the values are fetched here.
+        """
         self._begun, self._marks = time.monotonic(), 0
         with torch.no_grad():
             captured, texts, random_state = self._capture(values)
@@ -253,7 +267,7 @@ class Checkpoints:
         about = {**versions(), "step": step, "settings": self._settings}
         moment = _Moment(step, self._begun, contents, captured.sources(), about)
         self._pending = moment
-        if not self._client.snap(partial(self._snapped, moment)):
+        if not self._client.snap(partial(self._on_snapshot, moment)):
             self._pending = None
             self._write({}, 0.0, moment._replace(sources=list(captured.fetched())))
 
@@ -268,24 +282,30 @@ class Checkpoints:
         random_states = encoded("generators", generators(self._recorder), captured.leaf)
         return captured, texts, random_states
 
-    def _snapped(self, moment: _Moment, snapshot: Snapshot) -> None:
-        """Write a moment from its complete snapshot, which stays until the end of the write."""
+    def _on_snapshot(self, moment: _Moment, snapshot: Snapshot) -> None:
+        """Begin to write a moment from its complete snapshot, which stays until the write's end."""
         self._pending = None
         recovery = self._client.recovery
         copies = {
             rank: {copy.id: copy for copy in rank_snapshot.values}
             for rank, rank_snapshot in snapshot.parts.items()
         }
-        if recovery is None or not are_there(moment.sources, copies):
+        if recovery is None or not has_all_values(moment.sources, copies):
             return  # a value has failed, which is raised where the program waits for it
         seconds = max(rank_snapshot.nanoseconds for rank_snapshot in snapshot.parts.values()) / 1e9
         self._write(copies, seconds, moment)
-        recovery.reader = self._writing
+        recovery.checkpoint_write = self._writing
 
     def _write(self, copies: SnapshotCopies, busy: float, moment: _Moment) -> None:
-        """Start the write of a moment on the writing thread."""
+        """Start the write of a moment on the writing thread.
+
+        Args:
+            busy: seconds that workers have spent on it.
+        """
         memory = memory_of(self._memories(copies), self._client.link.upload)
-        self._writing = self._thread.submit(_written, self.folder, moment, copies, memory, busy)
+        self._writing = self._thread.submit(
+            _write_moment, self.folder, moment, copies, memory, busy
+        )
 
     def _memories(self, ranks: SnapshotCopies) -> Mapping[int, Arena]:
         """Return the mapped snapshot memory of each rank."""
@@ -357,14 +377,19 @@ class Checkpoints:
         self.folder.close()
 
 
-def _written(
+def _write_moment(
     folder: CheckpointFolder,
     moment: _Moment,
     copies: SnapshotCopies,
     memory: Callable[[int, Copied], Tensor],
     busy: float,
 ) -> CheckpointRecord:
-    """Write a moment to the folder; runs on the writing thread."""
+    """Write a moment to the folder; runs on the writing thread.
+
+    Args:
+        memory: returns the bytes of a rank's copy.
+        busy: seconds that workers have spent on it.
+    """
     begin = time.thread_time()
     values: Iterator[memoryview] = sections(moment.contents.leaves, moment.sources, copies, memory)
     contents = memoryview(msgspec.msgpack.encode(moment.contents))

@@ -31,36 +31,41 @@ _DTYPE = re.compile(r"[<>|=](?:[biufcSUV]\d{1,9}|[mM]8(?:\[\d{0,9}[A-Za-z]{1,2}\
 
 
 class _Kind(NamedTuple):
-    """A type, the function to its fields, which are encoded in turn, and the way back."""
+    """Supported type: a value is encoded as its fields, which are encoded in turn."""
 
     type: type
-    fields: Callable[[Any], Iterable[Any]]
-    make: Callable[[Sequence[Any]], Any]
+    fields: Callable[[Any], Iterable[Any]]  # value -> fields
+    make: Callable[[Sequence[Any]], Any]  # fields -> value
 
 
-# -- kinds ---------------------------------------------------------------------------------
+# -- kinds: fields of values, and values from fields that a file has, which are checked ------------
 
 
 def _flat(items: Mapping[Any, Any]) -> Iterator[Any]:
+    """Yield key, value, key, value ... of a mapping."""
     return (each for item in items.items() for each in item)
 
 
 def _pairs(fields: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Invert `_flat`."""
     return zip(fields[::2], fields[1::2], strict=True)
 
 
 def _checked(value: Any, kind: type[Any] | tuple[type[Any], ...]) -> Any:
+    """Return a value of exactly this type, or one of these types; TypeError for others."""
     if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
         raise TypeError(f"a {type(value).__name__} in an unexpected place")
     return value
 
 
 def _only(fields: Sequence[Any], kind: type[Any]) -> Any:
+    """Return the only field, of this type."""
     (value,) = fields
     return _checked(value, kind)
 
 
 def _numpy_dtype(text: Any) -> np.dtype[Any]:
+    """Parse the text of a dtype without objects and fields."""
     if not _DTYPE.fullmatch(_checked(text, str)):
         raise ValueError(f"{text!r:.40} is no NumPy dtype without objects and fields")
     dtype: np.dtype[Any] = np.dtype(text)
@@ -68,18 +73,21 @@ def _numpy_dtype(text: Any) -> np.dtype[Any]:
 
 
 def _dtype_text(dtype: np.dtype[Any]) -> str:
+    """Format a dtype; TypeError if it has objects or fields."""
     if not _DTYPE.fullmatch(dtype.str) or np.dtype(dtype.str) != dtype:
         raise TypeError(f"NumPy's dtype {dtype} has objects or fields")
     return dtype.str
 
 
 def _array_fields(array: np.ndarray) -> Iterator[Any]:
+    """Yield dtype, order of the elements (C or Fortran), shape and bytes."""
     data = array.tobytes("F" if array.flags.fnc else "C")
     order = "F" if array.flags.fnc else "C"
     return iter((_dtype_text(array.dtype), order, array.shape, data))
 
 
 def _array(fields: Sequence[Any]) -> np.ndarray:
+    """Invert `_array_fields`."""
     text, order, shape, data = fields
     dtype = _numpy_dtype(text)
     flat = np.frombuffer(_checked(data, bytes), dtype) if data else np.empty(0, dtype)
@@ -89,16 +97,19 @@ def _array(fields: Sequence[Any]) -> np.ndarray:
 
 
 def _scalar(fields: Sequence[Any]) -> Any:
+    """Make a NumPy scalar of its dtype and bytes."""
     (number,) = _array([fields[0], "C", (1,), fields[1]])
     return number
 
 
 def _default_fields(value: defaultdict[Any, Any]) -> Iterator[Any]:
+    """Yield the factory, then the items as `_flat`."""
     yield value.default_factory
     yield from _flat(value)
 
 
 def _default(fields: Sequence[Any]) -> defaultdict[Any, Any]:
+    """Invert `_default_fields`."""
     factory = fields[0]
     if factory is not None and not isinstance(factory, type):
         raise TypeError("a factory that is no type")
@@ -106,12 +117,14 @@ def _default(fields: Sequence[Any]) -> defaultdict[Any, Any]:
 
 
 def _type_name(value: type) -> str:
+    """Return the name of one of `_TYPES`."""
     if _TYPES.get(value.__name__) is not value:
         raise TypeError(f"the class {value.__qualname__}")
     return value.__name__
 
 
 def _device(fields: Sequence[Any]) -> torch.device:
+    """Make a device of its type and index."""
     kind, index = fields
     if kind not in _DEVICES:
         raise ValueError(f"{kind!r:.40} is no device")
@@ -119,6 +132,7 @@ def _device(fields: Sequence[Any]) -> torch.device:
 
 
 def _integers(fields: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the fields, all of which are integers or None."""
     return tuple(_checked(field, (int, type(None))) for field in fields)
 
 
@@ -160,6 +174,7 @@ _TENSOR = "tensor"
 
 
 def _name_of(value: Any) -> str:
+    """Return the name of a value's kind; TypeError if it has none."""
     name = _BY_TYPE.get(type(value))
     if name is not None:
         return name
@@ -183,6 +198,7 @@ def encoded(name: str, state: Any, leaf: Callable[[Tensor], int]) -> bytes:
     """
 
     def fields(value: Any, depth: int) -> Any:
+        """Return a value as MessagePack takes it: itself, or an array of its kind and fields."""
         if type(value) in _PLAIN or (type(value) is int and value in _INT64):
             return value
         if isinstance(value, Tensor):
@@ -194,7 +210,7 @@ def encoded(name: str, state: Any, leaf: Callable[[Tensor], int]) -> bytes:
 
     try:
         return msgspec.msgpack.encode(fields(state, _DEPTH))
-    except (TypeError, ValueError, RecursionError) as error:  # ValueError: half a character
+    except (TypeError, ValueError, RecursionError) as error:  # ValueError: a lone surrogate
         raise TypeError(
             f"the state of {name!r} can't be saved: {error}. It may hold tensors, numbers, "
             f"strings, NumPy arrays, and lists, tuples, sets and dicts of them"
@@ -205,18 +221,19 @@ def decoded(data: bytes, tensor: Callable[[int], Any]) -> Any:
     """Decode a state from the bytes of ``encoded``.
 
     Args:
-        tensor: number of a leaf -> the value for its place.
+        tensor: function from a tensor's number to the value that replaces it.
 
     Raises:
         ValueError: the bytes are no encoded state.
     """
 
-    def value(given: Any, depth: int) -> Any:
-        if type(given) is not list:
-            return _checked(given, (*_PLAIN, int))
-        if not given or not depth:
+    def value(item: Any, depth: int) -> Any:
+        """Invert `fields` of ``encoded``, with checks."""
+        if type(item) is not list:
+            return _checked(item, (*_PLAIN, int))
+        if not item or not depth:
             raise ValueError("an empty array, or too many within each other")
-        name, *fields = given
+        name, *fields = item
         if name == _TENSOR:
             return tensor(_only(fields, int))
         if type(name) is not str or name not in _KINDS:

@@ -28,7 +28,7 @@ from lazygt.recovery.checkpoint.states import Leaf, placements_of, tensor_of
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """First section of a file; the other sections are the values of the leaves."""
+    """First section of a file; the others are the values of the states' tensors, the leaves."""
 
     states: dict[str, bytes]  # encoded states without their tensors, by name
     classes: dict[str, str]  # classes of the registered objects, by name
@@ -165,11 +165,12 @@ class Saved(Mapping[str, Any]):
             object_states.check(self.path, name, obj, self._contents.classes[name], state)
 
     def _device_lookup(self) -> Callable[[int], Tensor]:
-        """Return a function from a number to the tensor on its device; it moves each one once."""
+        """Return a function from a tensor's number to the tensor on its device, moved once."""
         in_session = current_session() is not None
         moved: dict[int, Tensor] = {}
 
         def on_device(number: int) -> Tensor:
+            """Return a tensor: lazy if it was and a session is open, else on the CPU."""
             if number not in moved:
                 value, lazy = self._on_cpu(number), self._contents.leaves[number].lazy
                 moved[number] = value.to("lazygt") if lazy and in_session else value.clone()
@@ -229,7 +230,10 @@ def _check_versions(file: CheckpointFile) -> None:
 
 
 def generators(recorder: Recorder) -> dict[str, Any]:
-    """Return the states of the default random generators."""
+    """Return the states of the default random generators of Python, NumPy and torch.
+
+    Torch's stream is on the workers after a lazy draw (``recorder.generator.holds``), else here.
+    """
     workers = recorder.generator.get_state() if recorder.generator.holds else None
     on_cpu = recorder.worker_device == "cpu"
     return {

@@ -18,7 +18,7 @@ from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of
 from lazygt.graph.placement import Placement, Replicate, Shard, SingleRank
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import is_lazy, storage_of, view_of
-from lazygt.recovery.snapshot import laid_out
+from lazygt.recovery.snapshot import view_with_meta
 from lazygt.runtime.arenas import Arena
 from lazygt.runtime.messages import Copied
 
@@ -84,6 +84,7 @@ def check_numpy(position: Any, words: int = 624) -> None:
 
 
 def _set_numpy(generator: np.random.Generator, state: dict[str, Any]) -> None:
+    """Set a NumPy generator's state after checks that NumPy omits."""
     if isinstance(generator.bit_generator, np.random.MT19937):
         check_numpy(state["state"]["pos"])
     elif "buffer_pos" in state:
@@ -222,11 +223,11 @@ _DTYPE_OF_SIZE = {
 
 
 class SavedBlock(NamedTuple):
-    """Block of a value on a worker, under an id of the worker's; no region: the full value."""
+    """Block of a value on a worker."""
 
     rank: int
-    key: int
-    region: Region | None
+    key: int  # id of the block on the worker
+    region: Region | None  # range of the full value in each dim; None: all of it
 
 
 class CapturedValues:
@@ -257,7 +258,7 @@ class CapturedValues:
         return len(self._tensors) - 1
 
     def ship(self) -> None:
-        """Flush the session, which makes the workers receive or compute all values; don't wait."""
+        """Flush the session, so that the workers receive or compute all values; don't wait."""
         for t in self._tensors:
             if is_lazy(t) and storage_of(t).host is None and storage_of(t).remote is None:
                 self._recorder.index_of(t)
@@ -293,6 +294,7 @@ class CapturedValues:
         keys, sharding = storage.remote.ids, storage.remote.sharding
         if sharding is None:
             return [SavedBlock(0, keys[0], None)]
+        # rank -> regions of its blocks, for ranks that have the full value together
         regions = sent(self._mesh, sharding.placements, storage.meta.shape)
         return [
             SavedBlock(rank, keys[index], region)
@@ -354,7 +356,7 @@ def sections(
     """Yield the bytes of each value, with the blocks of sharded values assembled.
 
     Args:
-        sources: location of each value; see ``Captured.sources``.
+        sources: location of each value; see ``CapturedValues.sources``.
         memory: returns the bytes of a rank's copy.
     """
     for leaf, source in zip(leaves, sources, strict=True):
@@ -364,12 +366,12 @@ def sections(
         chunks = []
         for block in source:
             copy = copies[block.rank][block.key]
-            chunks.append((block.region, laid_out(memory(block.rank, copy), copy.meta)))
+            chunks.append((block.region, view_with_meta(memory(block.rank, copy), copy.meta)))
         yield _bytes(_assembled(leaf, chunks))
 
 
-def are_there(sources: Sequence[Tensor | list[SavedBlock]], copies: SnapshotCopies) -> bool:
-    """Return whether a snapshot has all values; failed values are missing."""
+def has_all_values(sources: Sequence[Tensor | list[SavedBlock]], copies: SnapshotCopies) -> bool:
+    """Return whether a snapshot has all values; a failed value has no copy there."""
     blocks = (block for source in sources if isinstance(source, list) for block in source)
     return all(block.key in copies[block.rank] for block in blocks)
 
@@ -430,6 +432,7 @@ def memory_of(arenas: Mapping[int, Arena], upload: Arena | None) -> Callable[[in
     """
 
     def memory(rank: int, copy: Copied) -> Tensor:
+        """Return the bytes of a copy; a borrowed one is in the upload arena."""
         arena = upload if copy.borrowed else arenas[rank]
         assert arena is not None
         return arena.view(copy.offset, copy.nbytes)

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from lazygt.errors import DeviceLost, ProtocolError, WorkerDied, WorkerFrozen
-from lazygt.recovery.recover import Notification
+from lazygt.recovery.suspected import Notification
 from lazygt.runtime.client.failures import Describe
 from lazygt.runtime.client.reports import InFlightRun, Reports
 from lazygt.runtime.messages import (
@@ -69,7 +69,7 @@ class Answers(Reports):
         size, epoch = size_of(frames), self._epoch
         try:
             if self.recovery is not None:
-                self.recovery.go_on()
+                self.recovery.finish_interrupted()
                 if self._epoch != epoch:
                     return  # the recovery has sent it by now
             self.link.send(rank, frames)
@@ -107,7 +107,7 @@ class Answers(Reports):
             raise self._fatal_error
         try:
             if self.recovery is not None:
-                self.recovery.go_on()
+                self.recovery.finish_interrupted()
             return self.link.receive(timeout, beside)
         except (WorkerDied, WorkerFrozen) as error:
             self._recover_from(error)
@@ -163,7 +163,7 @@ class Answers(Reports):
         """Return the messages to handle now; a message of a rank that may be dying is held back."""
         if self.recovery is None or self.link.world_size == 1:
             return (message,)
-        return self.recovery.doubts.sort_out(message)
+        return self.recovery.suspected.add(message)
 
     def _dispatch(self, rank: int, message: Message, buffers: list[memoryview]) -> None:
         """Call the handler of a message's type."""
@@ -192,8 +192,8 @@ class Answers(Reports):
         """Record a rank's answer to a run: released memory, fetched values and failures."""
         run = self._in_flight.get(done.seq)
         if self.recovery is not None:
-            self.recovery.answered(rank, done.seq)
-            if (run is None or rank not in run.waiting) and self.recovery.is_again(done.seq):
+            self.recovery.record_answer(rank, done.seq)
+            if (run is None or rank not in run.waiting) and self.recovery.is_replayed(done.seq):
                 for offset in done.releases:
                     self._uploads.read_again(offset, rank, done.seq)
                 return
@@ -332,12 +332,12 @@ class Answers(Reports):
         Raises:
             WorkerDied, WorkerFrozen: while waiting.
         """
-        while self.recovery is not None and self.recovery.journal.cutting:
+        while self.recovery is not None and self.recovery.journal.snapshot_under_way:
             self._handle_next()
 
     def pump(self) -> None:
         """Handle the messages that have already arrived."""
-        snapshotting = self.recovery is not None and self.recovery.journal.cutting
+        snapshotting = self.recovery is not None and self.recovery.journal.snapshot_under_way
         entries, installing = self.entries, self.installing
         # a poll costs a system call
         while self._in_flight or entries.swapping or installing or snapshotting:

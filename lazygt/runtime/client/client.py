@@ -10,7 +10,7 @@ import torch
 
 from lazygt.errors import ExecutionError, ProtocolError
 from lazygt.graph.meta import TensorMeta
-from lazygt.recovery.journal import Renewed, Snapshot, SwappedIn
+from lazygt.recovery.journal import GroupEntry, Snapshot, SwapEntry
 from lazygt.recovery.recover import RollbackRecovery
 from lazygt.runtime.client.answers import Answers
 from lazygt.runtime.client.console import Observer
@@ -46,7 +46,7 @@ class Orders(Answers):
             self._send_plan(entry, "swap")
         entry.swap, entry.swapped_from = tuple(groups), self.next_run
         if self.recovery is not None:
-            self.recovery.journal.entries.append(SwappedIn(entry))
+            self.recovery.journal.entries.append(SwapEntry(entry))
         self.send_all("swap", self.entries.swap_messages(entry), "compiled")
 
     def install(self, rank: int, message: Install, buffers: Sequence[Buffer] = ()) -> None:
@@ -66,7 +66,7 @@ class Orders(Answers):
         """Request a snapshot. Later messages send their lists of ids in full."""
         for entry in self.entries:
             entry.begin_anew()
-        recovery.snap(self._seq, then)
+        recovery.request_snapshot(self._seq, then)
 
     def snap(self, then: Callable[[Snapshot], object]) -> bool:
         """Request a snapshot of the workers' values; return False if recovery is off.
@@ -94,7 +94,7 @@ class Orders(Answers):
         self._broken_since, self._group = None, self._group + 1
         self._failures.group_renewed()
         if self.recovery is not None:
-            self.recovery.journal.entries.append(Renewed(since))
+            self.recovery.journal.entries.append(GroupEntry(since))
         frames = self.link.encode(Renew(self._group, since))
         self.send_all("renew", [frames] * self.link.world_size, "a rank has left the process group")
 
@@ -331,7 +331,9 @@ class Client(Orders):
         if self.recovery is not None:
             self.recovery.journal.entries.append((self._seq, entry, messages))
         self.send_all("run", messages, why)
-        if self.recovery is not None and self.recovery.is_due(self._uploads.retained_bytes):
+        if self.recovery is not None and self.recovery.snapshot_is_due(
+            self._uploads.retained_bytes
+        ):
             self._snap(self.recovery)
         return self._seq, new_values(base, outputs, self._freed)
 
@@ -398,7 +400,7 @@ class Client(Orders):
         Raises:
             WorkerDied, WorkerFrozen: a worker is gone, and can't be replaced.
         """
-        if self.recovery is None or not self.recovery.reaches(seq):
+        if self.recovery is None or not self.recovery.can_undo(seq):
             return False
         self._uploads.unread_since(seq)
         failure = Failure(node, error.kind, error.detail, seq)

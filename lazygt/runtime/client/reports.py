@@ -231,7 +231,7 @@ class Reports:
         #: error after which no answer can come, raised by every later wait
         self._fatal_error: ProtocolError | DeviceLost | None = None
         self._max_ahead = max_ahead
-        #: see ``RunsInFlight``
+        #: see ``RecoveryClient``
         self.quiet_until = inf
         self.recovery: RollbackRecovery | None = None
         #: callback before an error is raised: rolls back to before a failed op, and returns
@@ -347,7 +347,7 @@ class Reports:
         self.counts.snapshot_bytes += snapped.nbytes
         if self.observer is not None:
             self.observer.snapped(rank, snapped)
-        covered = self.recovery.took(rank, snapped)
+        covered = self.recovery.add_part(rank, snapped)
         if covered is not None:
             self._uploads.covered(covered)
 
@@ -357,7 +357,7 @@ class Reports:
         if self.recovery.under_way:  # the current recovery needs its snapshots
             self._disable_reason = why
             return
-        self.recovery.doubts.believe()
+        self.recovery.suspected.trust_all()
         self._disabled_recovery, self.recovery, self.quiet_until = self.recovery, None, inf
         self._uploads.stop_retaining()
         warnings.warn(
@@ -379,7 +379,7 @@ class Reports:
         self._broken_since, self._group = None, self._group + 1
         return self._group
 
-    def under_way(self, rank: int) -> int | None:
+    def oldest_unanswered(self, rank: int) -> int | None:
         """Return the oldest run that a rank has not answered."""
         return next((seq for seq, run in self._in_flight.items() if rank in run.waiting), None)
 

@@ -155,7 +155,7 @@ class Worker:
         return self._guard_device_loss(self._late_replies)
 
     def _late_replies(self) -> list[list[Buffer]]:
-        snapped = None if self._snapshots is None else self._snapshots.taken()
+        snapped = None if self._snapshots is None else self._snapshots.finished()
         return [] if snapped is None else [self._encode(snapped)]
 
     def _guard_device_loss(self, work: Callable[[], list[list[Buffer]]]) -> list[list[Buffer]]:
@@ -224,7 +224,7 @@ class Worker:
 
     def insight(self) -> WorkerInsight:
         """Return an object that reports this worker's state to another thread."""
-        marked = None if self._snapshots is None else self._snapshots.marked
+        marked = None if self._snapshots is None else self._snapshots.noted_step
         return WorkerInsight(partial(measured_memory, self.store, (), self.device), marked)
 
     def close(self) -> None:
@@ -380,7 +380,7 @@ class Worker:
         done.releases.extend(self.store.free(frees))
         if run.timed:
             snapshots = self._snapshots
-            mark = None if snapshots is None else partial(snapshots.mark, run.seq)
+            mark = None if snapshots is None else partial(snapshots.note_step, run.seq)
             executor = TimedExecutor(executor.plain, mark)
         if known.checked != self._group:
             known.checked = self._group

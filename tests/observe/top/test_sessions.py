@@ -20,7 +20,7 @@ from lazygt.errors import NoSession
 from lazygt.net.status_file import sessions
 from lazygt.observe.top.sources import LocalStatus, listed, open_source
 from lazygt.observe.top.status import SessionStatus
-from lazygt.submit.memory_categories import Kinds
+from lazygt.submit.memory_categories import MemoryCategories
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -140,13 +140,13 @@ def test_only_the_programs_thread_looks_at_gradients(
 ) -> None:
     """Torch may be letting go of one meanwhile: another thread would take it up again."""
     threads = []
-    sizes = Kinds.sizes
+    sizes = MemoryCategories.sizes
 
-    def noted(self: Kinds, ranks: Any) -> dict[str, int]:
+    def noted(self: MemoryCategories, ranks: Any) -> dict[str, int]:
         threads.append(threading.get_ident())
         return sizes(self, ranks)
 
-    monkeypatch.setattr(Kinds, "sizes", noted)
+    monkeypatch.setattr(MemoryCategories, "sizes", noted)
     until = time.monotonic() + DEADLINE
     while len(threads) < 2 and time.monotonic() < until:  # not before some seconds have passed
         source.snapshot()
