@@ -47,7 +47,8 @@ class Writes:
     #: for each node, one mode a written value (for ``write_back``: of its base): COPY first,
     #: IN_PLACE, or DONE (a ``write_back`` of a view that was written in place)
     modes: tuple[tuple[str, ...], ...]
-    owned_inputs: tuple[int, ...]  # inputs that are overwritten: the run must own them or copy them
+    #: positions in ``inputs`` that are written in place: the run copies those that others may read
+    overwritten_inputs: tuple[int, ...]
     #: positions in ``outputs`` that share memory with something that outlives the run, so that they
     #: must be copied out
     copied_outputs: tuple[int, ...]

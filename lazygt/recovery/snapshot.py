@@ -85,9 +85,9 @@ class Snapshots:
         answer = Snapped(snap.number, (), failed, next_dynamic, state, begin=begin)
         device_copies = None
         if self._copies is not None:
-            device_copies = self._copies.set_aside([flat for _, flat in new.values()])
+            device_copies = self._copies.copy_on_device([flat for _, flat in new.values()])
         if device_copies is None:
-            kernels.finish(self._device)  # raises for a failed op, before the state is copied
+            kernels.synchronize(self._device)  # raises for a failed op, before the state is copied
             return self._copy_to_host(answer, snap.committed, new)
         copies, event = device_copies
         flat_of = dict(zip(new, copies, strict=True))
@@ -146,7 +146,7 @@ class Snapshots:
     def _copy_after_event(self, event: Any, answer: Snapped, committed: int, new: New) -> Snapped:
         """Copy as ``_copy_to_host``, on a side stream after an event of the GPU."""
         assert self._copies is not None
-        with self._copies.beside(event):
+        with self._copies.download_stream(event):
             return self._copy_to_host(answer, committed, new)
 
     def _copy_to_host(self, answer: Snapped, committed: int, new: New) -> Snapped:
@@ -159,7 +159,7 @@ class Snapshots:
                 slot = self._memory.put(flat, non_blocking=True)
                 table[key] = Copied(key, meta, slot.offset, slot.nbytes)
             if self._copies is not None:
-                self._copies.finish()
+                self._copies.synchronize()
         except (MemoryError, RuntimeError) as error:
             if kernels.is_lost(self._device):
                 raise

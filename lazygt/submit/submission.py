@@ -356,14 +356,14 @@ class Submitter:
 
     def _handle_reports(self) -> None:
         """Process the workers' reports about layouts and CUDA graph captures."""
-        if self._client.relaid:
+        if self._client.unexpected_strides:
             self._learn_layouts()
         if self._client.capture_errors:
             self._warn_of_captures()
 
     def _learn_layouts(self) -> None:
         """Correct inferred strides by the workers' reports, and drop plans with wrong ones."""
-        reports, self._client.relaid = self._client.relaid, []
+        reports, self._client.unexpected_strides = self._client.unexpected_strides, []
         dropped = learn(self._recorder.inference, self._recorder.trie, reports)
         self._planner.forget(dropped)
 

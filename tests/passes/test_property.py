@@ -119,7 +119,7 @@ def test_lifetime_writes_in_place(program: list[Step]) -> None:
     for graph in recorded(program):
         made = Lifetime().run(graph)
         before, after = analyse(graph), analyse(made)
-        assert after.owned_inputs == before.owned_inputs
+        assert after.overwritten_inputs == before.overwritten_inputs
         for old, new in zip(before.modes, after.modes, strict=True):
             assert new == (old or new)
             assert old or all(mode == IN_PLACE for mode in new)

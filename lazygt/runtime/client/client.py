@@ -260,7 +260,12 @@ class Client(Orders):
     def plain(self) -> bool:
         """True if the C++ extension may send a run: nothing is in flight, unsent or unreported."""
         pending = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
-        unread = self.installing or self.relaid or self.capture_errors or self._failures.unraised
+        unread = (
+            self.installing
+            or self.unexpected_strides
+            or self.capture_errors
+            or self._failures.unraised
+        )
         broken = self._death or self._fatal_error or not self.link.healthy or self.observer
         return not (pending or unread or broken) and monotonic() < self.quiet_until
 

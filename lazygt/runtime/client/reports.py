@@ -226,7 +226,7 @@ class Reports:
         #: errors that have turned the capture of CUDA graphs off
         self.capture_errors: list[str] = []
         #: (graph, rows of a Relaid message): results with other strides than inferred
-        self.relaid: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
+        self.unexpected_strides: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
         self._death: WorkerDied | None = None
         #: error after which no answer can come, raised by every later wait
         self._fatal_error: ProtocolError | DeviceLost | None = None
@@ -318,7 +318,7 @@ class Reports:
                 raise ProtocolError(
                     f"plan {relaid.digest.hex()[:12]} has no result {relaid.rows!r:.80}"
                 )
-        self.relaid.append((graph, relaid.rows))
+        self.unexpected_strides.append((graph, relaid.rows))
 
     def _captured(self, rank: int, captured: Captured) -> None:
         entry = next((each for each in self.entries if each.name(rank) == captured.digest), None)

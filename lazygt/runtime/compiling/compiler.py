@@ -76,7 +76,7 @@ class Compiler:
             "writes": group.writes,
             "fresh": group.fresh,
             "flat": group.flat,
-            "open_dims": group.open_dims,
+            "dynamic_dims": group.dynamic_dims,
             "lanes": group.lanes,
             "device": self._device,
         }

@@ -77,7 +77,7 @@ def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
             tuple((operand, output) for operand, output in request["writes"]),
             request["fresh"],
             request["flat"],
-            tuple(map(tuple, request["open_dims"])),
+            tuple(map(tuple, request["dynamic_dims"])),
             request["lanes"],
         )
         device = torch.device(request["device"])
@@ -113,16 +113,16 @@ def _dynamic_shapes(group: KernelGroup, device: torch.device) -> tuple[Any, ...]
         lengths = [torch.export.Dim(f"length{lane}", min=2) for lane in range(group.lanes)]
         width = len(group.body.inputs) // group.lanes
         return tuple({0: length} for length in lengths for _ in range(width)) + numbers
-    dims = group.open_dims or ((),) * len(group.body.inputs)
-    return tuple(dict.fromkeys(some, torch.export.Dim.AUTO) for some in dims) + numbers
+    dims = group.dynamic_dims or ((),) * len(group.body.inputs)
+    return tuple(dict.fromkeys(dynamic, torch.export.Dim.AUTO) for dynamic in dims) + numbers
 
 
 def _check_dynamic(group: KernelGroup, program: Any) -> None:
     """Raise ValueError if torch.export specialized a dynamic size."""
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-    for placeholder, some in zip(placeholders, group.open_dims, strict=False):
+    for placeholder, dynamic in zip(placeholders, group.dynamic_dims, strict=False):
         shape = placeholder.meta["val"].shape
-        if any(isinstance(shape[dim], int) for dim in some):
+        if any(isinstance(shape[dim], int) for dim in dynamic):
             raise ValueError(f"torch.export fixed a size of {placeholder.name}: {tuple(shape)}")
 
 

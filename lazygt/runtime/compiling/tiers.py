@@ -227,7 +227,7 @@ class Tiers:
         others = self._similar_nodes.setdefault(group.structure_without_sizes(), [])
         if len(others) < _MAX_SIMILAR and all(other.body != node.body for other in others):
             others.append(node)
-        return open_dims([other.body.inputs for other in others if other.body is not None])
+        return dynamic_dims([other.body.inputs for other in others if other.body is not None])
 
     def _look_up_or_compile(self, key: str, group: KernelGroup, line: str, flags: Flags) -> None:
         names = named_ops(group.body.nodes)
@@ -335,7 +335,7 @@ def named_ops(nodes: Sequence[Node]) -> str:
     return ", ".join(f"{op} x{count}" if count > 1 else op for op, count in counts.most_common())
 
 
-def open_dims(shapes: list[tuple[TensorMeta, ...]]) -> Dims:
+def dynamic_dims(shapes: list[tuple[TensorMeta, ...]]) -> Dims:
     """Return, for each operand, the dims with sizes that differ among the groups' operands.
 
     A dim of size 1 somewhere stays fixed: there it is broadcast.

@@ -59,7 +59,11 @@ class PlainFunction(Portable):
 
 @dataclass(frozen=True)
 class Gradient(Portable):
-    """Backward pass of a function: its inputs are the generator state, tensors and gradients."""
+    """Backward pass of a function, which it runs again, as torch's checkpointing does.
+
+    Its inputs are the generator state before the forward pass, the function's tensors, and the
+    gradients of its results.
+    """
 
     function: PlainFunction
     wanted: tuple[bool, ...]  # for each tensor, whether its gradient is wanted
@@ -124,7 +128,12 @@ class _Call:
         self._function, self._device = function, device
 
     def __call__(self, operands: Sequence[torch.Tensor], tell: bool) -> list[Any]:
-        """Return the result's leaves; with ``tell``, also its structure as text."""
+        """Return the result's tensors; with ``tell``: all its leaves, and its structure as text.
+
+        Raises:
+            RuntimeError: the function has written into an operand.
+            TypeError: it has returned an object that can't be sent.
+        """
         copies = [t.detach().clone() for t in operands]
         versions = [t._version for t in copies]
         with undispatched(), torch.enable_grad():
