@@ -156,7 +156,7 @@ class RunsInFlight(Protocol):
     def send_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
         """Send each rank its message."""
 
-    def take(self, message: tuple[int, list[memoryview]]) -> None:
+    def handle(self, message: tuple[int, list[memoryview]]) -> None:
         """Handle a worker's message."""
 
     @property
@@ -580,5 +580,5 @@ class RollbackRecovery:
         """Wait for a message, and pass all arrived messages to the client."""
         message = self._link.receive(timeout)
         while message is not None:
-            self._client.take(message)
+            self._client.handle(message)
             message = self._link.receive(0)

@@ -15,7 +15,7 @@ from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.sizes import Size
 from lazygt.runtime.wire import Buffer, Count, Message, pack, tuples, unpack
 
-#: Both sides compare it in their hello.
+#: Version of the format, which client and worker compare when they connect.
 VERSION = 6
 
 
@@ -101,6 +101,11 @@ class _ProgramFields(Message):
 
 
 def _graph_from(fields: _GraphFields | _ProgramFields, takes: Kinds) -> Graph:
+    """Build a graph of its decoded fields.
+
+    Args:
+        takes: types that arguments of its nodes may have.
+    """
     nodes = tuple([_node_from(node, takes) for node in fields.nodes])
     return Graph(fields.inputs, fields.params, nodes, fields.outputs)
 

@@ -160,7 +160,7 @@ class Planner:
         self._history.missed(miss, plan.entry.plan, begin)
         if not plan.entry.sent:
             self._history.plans_built += 1
-        self._tiers.built(plan.entry)
+        self._tiers.on_new_plan(plan.entry)
         return plan
 
     def _resized(

@@ -109,9 +109,9 @@ class Submitter:
 
     def _native_fetcher(self) -> Any:
         """Return the C++ fetcher of numbers; None where it is not available."""
-        if NATIVE is None or self._dry or self._in_blocks or self._client.numbers is None:
+        if NATIVE is None or self._dry or self._in_blocks or self._client.number_reader is None:
             return None
-        arguments = self._recorder.native, self, Flush, self._client.numbers, _RUN_TAG
+        arguments = self._recorder.native, self, Flush, self._client.number_reader, _RUN_TAG
         return self._client.link.native_fetcher(NATIVE.Fetcher, *arguments)
 
     # -- interface of the recorder's sink --------------------------------------------------
@@ -212,8 +212,8 @@ class Submitter:
 
     def ran(self, entry: PlanRecord) -> None:
         """Count a run of a plan."""
-        if self._tiers.busy or entry.runs <= self._tiers.settled:
-            self._tiers.ran(entry)
+        if self._tiers.busy or entry.runs <= self._tiers.warmup_runs:
+            self._tiers.on_run(entry)
 
     def go_on(
         self,
@@ -238,7 +238,7 @@ class Submitter:
             entry = None if plan is None else plan.entry
             self._client.expect(seq, entry, provenance, base, 1)
             self._record_run(Recorded(seq, base, plan, provenance, *rest))
-            self._client.go_on(unsent, told, "item")
+            self._client.continue_run(unsent, told, "item")
             if entry is not None:
                 self.ran(entry)
             answer = self._fetched(seq, fetch, None, True)
@@ -311,7 +311,7 @@ class Submitter:
         self._recorder.next_trace()
         inputs = trace.release_inputs()
         provenance = self._provenance(trace.step, trace.call_sites, plan)
-        params, base = tuple(trace.params), self._client.next_output(0)
+        params, base = tuple(trace.params), self._client.id_of_next_output(0)
         seq, values = self._client.run(
             entry, inputs, params, wanted, provenance, reason, regions or (0,)
         )
@@ -348,7 +348,7 @@ class Submitter:
         else:
             assert plan is not None
             position = plan.positions[fetch.index]
-            keys = tuple([self._client.next_output(slot) for slot in plan.slots[position]])
+            keys = tuple([self._client.id_of_next_output(slot) for slot in plan.slots[position]])
             sharding = plan.shardings[position]
         if sharding is None or self._dry:
             return keys[:1], None

@@ -125,8 +125,11 @@ class Compiler:
         self._send()
         return answers
 
-    def given_up(self, since: float) -> dict[str, str]:
-        """End a process that will not answer; return an error for each pending key.
+    def end_if_stuck(self, since: float) -> dict[str, str]:
+        """End the process if it is stopped or silent for too long.
+
+        Returns:
+            An error for each pending key; empty if the process goes on.
 
         Args:
             since: start of the wait, a time of the monotonic clock.
@@ -148,7 +151,7 @@ class Compiler:
         return {}
 
     def _exit_errors(self) -> dict[str, str]:
-        """Return an error for each pending key of a process that has ended."""
+        """Release a process that has closed its pipe; return an error for each pending key."""
         assert self._process is not None
         try:
             code = self._process.wait(_EXIT_TIMEOUT)

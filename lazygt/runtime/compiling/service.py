@@ -25,6 +25,7 @@ _LENGTHS = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
 _LANE_LENGTHS = (1 << 5, 1 << 8, 1 << 12)
 #: Seconds of timing one form of a group, and the smallest number of runs.
 _TIMING_SECONDS, _MIN_RUNS = 0.05, 8
+#: Relative tolerance of the check of a result, by dtype; others: 1e-4.
 _RTOL = {torch.float16: 1e-2, torch.bfloat16: 1e-1}
 _OPTIONS = {
     # one artifact serves workers with any number of threads
@@ -144,7 +145,12 @@ def _example_numbers(group: KernelGroup) -> tuple[float, ...]:
 def times(
     group: KernelGroup, code: Path, device: torch.device
 ) -> tuple[tuple[int, float, float], ...]:
-    """Check the code against eager members; return (length, eager s, compiled s) by length."""
+    """Check a group's code against its single ops, and time both.
+
+    Returns:
+        (length of the vectors, seconds of the single ops, seconds of the code) for several lengths;
+        of a group that is compiled for its sizes, for its number of elements.
+    """
     lengths = _LANE_LENGTHS if group.lanes > 1 else _LENGTHS
     measurements = []
     for length in lengths if group.flat else (group.numel,):

@@ -70,7 +70,7 @@ class InlineLink:
     def refill(self) -> None:
         """Do nothing: there are no spare processes."""
 
-    def look(self) -> None:
+    def update_status(self) -> None:
         """Do nothing: there are no status pages."""
 
     def last_step(self, rank: int) -> tuple[int, int]:
