@@ -1,4 +1,8 @@
-"""Liveness: the values alive at each node of a graph, their bytes, and the peak."""
+"""Liveness: the values alive at each node of a graph, their bytes, and the peak.
+
+The *home* of a value stands for its memory: the first value in the same memory. A *pack* is the
+temporary buffer into which a launch copies several values that it sends together.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import Graph, Node, Param, Ref
-from lazygt.graph.per_tensor import EACH, MERGE, SPLIT, ForeachForm, part
+from lazygt.graph.per_tensor import EACH, MERGE, SPLIT, ForeachForm, slice_node
 from lazygt.graph.placement import COLLECTIVE_OPS
 from lazygt.passes.base import Placed, dependencies, placed, rebuild, scheduled, view_source
 from lazygt.passes.guards import fits, guard
@@ -89,7 +89,7 @@ def _is_small(meta: TensorMeta | None) -> bool:
 
 def _single_tensor_node(row: Placed, index: int) -> Placed:
     """Return the node for tensor number ``index`` of a horizontal op."""
-    return Placed(part(row.node, index), row.results[index : index + 1], row.source)
+    return Placed(slice_node(row.node, index), row.results[index : index + 1], row.source)
 
 
 def _small_tensors_node(row: Placed, form: ForeachForm, indices: list[int]) -> Placed:
@@ -100,7 +100,9 @@ def _small_tensors_node(row: Placed, form: ForeachForm, indices: list[int]) -> P
 
     node = row.node
     args = tuple(
-        selected(arg) if position < len(form.takes) and form.takes[position] is EACH else arg
+        selected(arg)
+        if position < len(form.arg_kinds) and form.arg_kinds[position] is EACH
+        else arg
         for position, arg in enumerate(node.args)
     )
     merged = replace(node, args=args, fresh=selected(node.fresh),
@@ -188,11 +190,13 @@ def _merge_key(node: Node, metas: Metas) -> tuple[Any, ...] | None:
         return None
     numbers = type(node.args[-1]) is not Ref or any(name == "value" for name, _ in node.kwargs)
     form = MERGE.get((node.op, numbers)) or MERGE.get((node.op, not numbers))
-    if form is None or len(node.args) + bool(form.keyword) != len(form.takes):
+    if form is None or len(node.args) + bool(form.keyword) != len(form.arg_kinds):
         return None
     tensors = [arg.index for arg in node.args if type(arg) is Ref]
     scalars = form.wide.endswith(".ScalarList")
-    if len(tensors) != len(form.takes) - scalars or not all(_is_small(metas[t]) for t in tensors):
+    if len(tensors) != len(form.arg_kinds) - scalars or not all(
+        _is_small(metas[t]) for t in tensors
+    ):
         return None
     shared_kwargs = () if form.keyword else node.kwargs
     if shared_kwargs and (scalars or any(type(arg) is Param for _, arg in shared_kwargs)):

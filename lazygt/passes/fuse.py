@@ -24,7 +24,7 @@ from lazygt.graph.alias import last_uses
 from lazygt.graph.fusion import Metas, is_fusible
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
-from lazygt.graph.per_tensor import LANES, lane_count, lanes_of, part
+from lazygt.graph.per_tensor import LANES, lane_count, lanes_of, slice_node
 from lazygt.machine import Machine, default_machine
 from lazygt.passes.base import (
     Dependencies,
@@ -318,7 +318,7 @@ class _Groups:
         results = self.results[number]
         group = _Group(None, [number], tensor_count=tensor_count)
         for index in range(tensor_count):
-            for value in (*part(node, index).refs(), results[index]):
+            for value in (*slice_node(node, index).refs(), results[index]):
                 memory = self.order.memory[value]
                 if group.list_index.setdefault(memory, index) != index:
                     return None

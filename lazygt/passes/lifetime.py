@@ -111,7 +111,7 @@ def _may_scatter_into_operand(launch: Placed, pair: _Pair, aliases: Aliases) -> 
     value, graph = operand.index, aliases.graph
     meta = graph.values[value]
     memory = aliases.memory[value]
-    is_owned = memory >= len(graph.inputs) or memory in aliases.owned
+    is_owned = memory >= len(graph.inputs) or memory in aliases.overwritten
     others = [alias for alias in aliases.members[memory] if alias != value]
     between = graph.nodes[pair.launch + 1 : pair.wait]
     is_sent_as_it_lies = dim == 0 and meta is not None and meta.plain

@@ -91,7 +91,7 @@ def _connected_components(graphs: Sequence[Graph], mesh: Mesh) -> list[list[int]
     component = {rank: [rank] for rank in range(len(graphs))}
     axes_of = by_class(_used_axes, graphs)
     for axis in mesh.names:
-        for axis_group in mesh.lines(axis):
+        for axis_group in mesh.axis_groups(axis):
             for rank in axis_group[1:]:
                 if axis in axes_of[rank] and component[rank] is not component[axis_group[0]]:
                     component[axis_group[0]] += component[rank]

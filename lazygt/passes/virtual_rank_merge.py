@@ -121,7 +121,7 @@ def merged(
 
 def _have_same_collectives(graphs: Sequence[Graph], mesh: VirtualMesh, axis: str) -> bool:
     """Return whether the workers of every group of an axis run the same collectives."""
-    axis_groups = mesh.workers.lines(axis)
+    axis_groups = mesh.workers.axis_groups(axis)
     return all(
         len({_collectives_on(graphs[worker], axis) for worker in axis_group}) == 1
         for axis_group in axis_groups

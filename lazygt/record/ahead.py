@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import Arg, Node, Param
 from lazygt.graph.ops import MASKABLE
-from lazygt.graph.sizes import sized, sizes_in
+from lazygt.graph.sizes import size_positions, sizes_in
 from lazygt.record.infer import SAMPLES, Inference
 from lazygt.record.repeats import Call, Repeat, counts
 from lazygt.record.tensor import NATIVE
@@ -142,7 +142,7 @@ def _resized_call(
         key: the key of the node's step: (facts, *args, name, value, ...).
         sizes: old size -> new size.
     """
-    size_arguments = sized(node.op)
+    size_arguments = size_positions(node.op)
     args, kwargs, new_key = list(node.args), list(node.kwargs), list(key)
     for position, arg in enumerate(node.args):
         new = _argument(arg, sizes) if position in size_arguments else arg

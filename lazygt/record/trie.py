@@ -245,7 +245,7 @@ class TraceTrie:
         dropped = [self._remove_plan(location, step) for _, location in evicted]
         dropped += self._remove_superseded(step)
         while len(self._recent) > 1 and self.steps > self._max_steps:
-            _, location = self._recent.oldest()
+            _, location = self._recent.pop_oldest()
             dropped.append(self._remove_plan(location, step))
         return dropped
 

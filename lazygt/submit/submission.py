@@ -12,7 +12,7 @@ import torch
 
 from lazygt.config import Config
 from lazygt.errors import ProtocolError, exception_class
-from lazygt.graph.mesh import VirtualMesh, sent
+from lazygt.graph.mesh import VirtualMesh, regions_by_worker
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.host.gc_pause import gc_paused
@@ -352,7 +352,7 @@ class Submitter:
             sharding = plan.shardings[position]
         if sharding is None or self._dry:
             return keys[:1], None
-        return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
+        return keys, regions_by_worker(self._virtual_mesh, sharding.placements, fetch.meta.shape)
 
     def _handle_reports(self) -> None:
         """Process the workers' reports about layouts and CUDA graph captures."""

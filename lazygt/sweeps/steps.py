@@ -146,7 +146,7 @@ def latency_share(
         name: kind of the collectives, perhaps with the reduction.
         nbytes: payload of all of them.
     """
-    kind, group = name.split(" ")[0], mesh.lines(axis)[0]
+    kind, group = name.split(" ")[0], mesh.axis_groups(axis)[0]
     if kind in ("send", "receive"):
         kind, group = "send_recv", group[:2]
     total = line_seconds(machine, kind, round(nbytes / times), group)

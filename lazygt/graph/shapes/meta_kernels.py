@@ -24,7 +24,7 @@ Strides = tuple[int, ...]
 Layout = Callable[[Sequence[torch.Tensor], tuple[int, ...]], Strides]
 
 
-def relaid(
+def with_kernel_strides(
     name: str,
     device_type: str,
     operands: Sequence[torch.Tensor],

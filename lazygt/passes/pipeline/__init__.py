@@ -334,7 +334,7 @@ def shard_stages(
 
     splits = by_class(split_graph, local.graphs)
     graphs: list[Graph] = [graph] * mesh.world_size
-    for axis_group, (stage_graphs, _, _) in zip(mesh.lines(axis), splits, strict=True):
+    for axis_group, (stage_graphs, _, _) in zip(mesh.axis_groups(axis), splits, strict=True):
         for rank, stage_graph in zip(axis_group, stage_graphs, strict=True):
             graphs[rank] = stage_graph
     _, placements, in_order_reason = splits[-1]

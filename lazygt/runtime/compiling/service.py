@@ -13,7 +13,7 @@ from torch._inductor.loop_body import LoopBody
 
 from lazygt.errors import in_one_line
 from lazygt.graph.flags import write_flags
-from lazygt.graph.per_tensor import vectors, widened
+from lazygt.graph.per_tensor import merge_slices, vectors
 from lazygt.runtime import graph_codec
 from lazygt.runtime.executors.compiled import Cache, Compiled, Record
 from lazygt.runtime.executors.eager import EagerExecutor
@@ -159,7 +159,7 @@ def times(
             example(sized, device)[: len(group.body.inputs)],
             _example_numbers(group),
         )
-        body = widened(sized.body, group.lanes) if group.lanes > 1 else sized.body
+        body = merge_slices(sized.body, group.lanes) if group.lanes > 1 else sized.body
         compiled, eager = Compiled(sized, code, device), EagerExecutor(Plan.build(body), device)
         _check_results(sized, compiled, eager, operands, numbers)
         measurements.append((

@@ -29,9 +29,9 @@ from lazygt.runtime.store import Failed, Value
 Fresh = Callable[[Node, Any], list[Any]]
 
 
-def lies_as(value: torch.Tensor, meta: TensorMeta) -> bool:
+def has_same_layout(value: torch.Tensor, meta: TensorMeta) -> bool:
     """Return whether each element has the same offset as in ``meta``: strides are equivalent."""
-    return value.numel() <= 1 or meta.lies_as(value.stride())
+    return value.numel() <= 1 or meta.has_same_layout(value.stride())
 
 
 def may_keep_strides(
@@ -410,13 +410,13 @@ class CheckedInterpreter:
         slot, f = self._results[number][position], op_facts(node)
         follows_restrided = not self._restrided_values.isdisjoint(node.refs())
         is_view = position >= len(node.fresh) or (f is not None and f.views)
-        if is_view and not follows_restrided and not lies_as(value, meta):
+        if is_view and not follows_restrided and not has_same_layout(value, meta):
             raise _meta_mismatch(node, value, meta)
         if not (is_view or follows_restrided):  # else an earlier node is the cause
             self.unexpected_strides.append((number, position, value.stride()))
         graph = self.schedule.graph
         if (
-            lies_as(value, meta)
+            has_same_layout(value, meta)
             or is_view
             or may_keep_strides(graph, number, slot, value, self._new_outputs)
         ):
@@ -440,7 +440,7 @@ class CheckedInterpreter:
                     or meta is None
                 ):
                     continue
-                if not lies_as(value, meta):
+                if not has_same_layout(value, meta):
                     self.restrided_outputs[position] = meta.stride
         for position, stride in self.restrided_outputs.items():
             value = outputs[position]

@@ -23,7 +23,7 @@ from lazygt.graph.fusion import is_pointwise, numbers_of, pure_form
 from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import overload
-from lazygt.graph.per_tensor import LANES, Lanes, abreast, lanes_of
+from lazygt.graph.per_tensor import LANES, Lanes, join_slices, lanes_of
 from lazygt.host.gpus import host_gpus
 
 # -- decompositions of ops with numbers ------------------------------------------------------------
@@ -376,7 +376,7 @@ def _group_of_lanes(lanes: Lanes, writes: tuple[tuple[int, int], ...]) -> Kernel
         targets[output_of_lane] = lanes.operands[lane_index].index(operand)
     operands_per_lane, count = len(lanes.lane.inputs), len(lanes.lane.outputs)
     new_outputs = count - len(targets)
-    body = abreast(lanes.lane, LANES, lanes.length)
+    body = join_slices(lanes.lane, LANES, lanes.length)
     outputs_by_lane = [
         body.outputs[lane_index * count : (lane_index + 1) * count] for lane_index in range(LANES)
     ]

@@ -30,7 +30,7 @@ from lazygt.graph.placement import (
     Placement,
     Replicate,
     StridedShard,
-    around,
+    outer_and_inner,
     whole_groups,
 )
 from lazygt.machine import Machine, collective_seconds
@@ -117,7 +117,7 @@ def rows_sent(source: Cut, target: Cut, axis_size: int) -> float | None:
     """
     if source.dim != target.dim:
         return None
-    group_counts = [around(placement) for placement in (source, target)]
+    group_counts = [outer_and_inner(placement) for placement in (source, target)]
     size = (
         math.lcm(*[outer for outer, _ in group_counts])
         * axis_size

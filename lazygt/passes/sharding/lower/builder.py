@@ -31,10 +31,10 @@ from lazygt.graph.placement import (
     Replicate,
     Shard,
     StridedShard,
-    around,
     block_size,
     group_sizes,
     groups,
+    outer_and_inner,
     shard_bounds,
     uneven,
     whole_groups,
@@ -467,7 +467,7 @@ class Builder:
         """
         interleaved = have if isinstance(have, StridedShard) else want
         assert isinstance(interleaved, StridedShard)
-        dim, (outer, inner) = interleaved.dim, around(interleaved)
+        dim, (outer, inner) = interleaved.dim, outer_and_inner(interleaved)
         grouped = (*shape[:dim], outer, shape[dim] // (outer * inner), inner, *shape[dim + 1 :])
 
         def in_groups(placement: Placement) -> Placement:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from lazygt.graph.placement import (
     Cut,
     StridedShard,
-    around,
     group_sizes,
+    outer_and_inner,
     shard_bounds,
     uneven,
 )
@@ -136,7 +136,7 @@ def ranges_of(placement: Cut, size: int, axis_size: int) -> tuple[Ranges, ...]:
     """Return each rank's rows of a dim of ``size`` with this placement."""
     if uneven(placement):
         return blocks_of_each(group_sizes(placement, size), axis_size)
-    outer, inner = around(placement)
+    outer, inner = outer_and_inner(placement)
     group = size // (outer * inner)
     bounds = [shard_bounds(group, axis_size, rank) for rank in range(axis_size)]
     starts = range(0, size, max(group * inner, 1))

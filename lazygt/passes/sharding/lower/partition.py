@@ -179,7 +179,12 @@ class _Partitioner:
         actual = self.build.meta(local)
         is_cut = isinstance(placement, Cut)
         stride = contiguous_stride(actual.shape) if is_cut else self._meta(value).stride
-        if len(stride) != len(actual.shape) or actual.conj or actual.neg or actual.lies_as(stride):
+        if (
+            len(stride) != len(actual.shape)
+            or actual.conj
+            or actual.neg
+            or actual.has_same_layout(stride)
+        ):
             return local
         return self.build.restrided(local, stride)
 

@@ -329,7 +329,7 @@ def _combined(node: Node, strategies: list[Strategy]) -> Strategy | None:
     """Combine one strategy per tensor; None: an operand of all tensors would not be R."""
     inputs: list[Placement] = []
     operand = 0
-    for kind, arg in zip(FORMS[node.op].takes, node.args, strict=False):
+    for kind, arg in zip(FORMS[node.op].arg_kinds, node.args, strict=False):
         if not numbers(arg):
             continue
         placements = [strategy.inputs[operand] for strategy in strategies]
