@@ -236,12 +236,12 @@ def _reason(node: Node, producers: Sequence[str], user: str | None) -> str:
     if node.op == RECV:
         return f"receives from rank {node.args[0]} of the axis, for {user or 'the result'}"
     operands = node.args[1] if node.op in _LAUNCHES else node.args[:1]
-    maker = producers[operands[0].index]
+    producer = producers[operands[0].index]
     if node.op == SEND:
-        return f"sends to rank {node.args[1]} of the axis what it made with {maker}"
+        return f"sends to rank {node.args[1]} of the axis what it made with {producer}"
     others_text = f" and {len(operands) - 1} more" if len(operands) > 1 else ""
     others_text = "" if _purpose(node) in _INDEXED else others_text
-    return f"{_PURPOSE[_purpose(node)]} {maker}{others_text}, for {user or 'the result'}"
+    return f"{_PURPOSE[_purpose(node)]} {producer}{others_text}, for {user or 'the result'}"
 
 
 # -- layout of flat buffers ------------------------------------------------------------------------

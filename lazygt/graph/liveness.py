@@ -30,7 +30,7 @@ class DefUse(NamedTuple):
     nodes: Sequence[tuple[Node, tuple[int, ...], range]]
     params: tuple[str, ...]  # the kinds of the run-time numbers
     #: for each value (number of its producer, index of the result); None for an input
-    makers: Sequence[tuple[int, int] | None]
+    producers: Sequence[tuple[int, int] | None]
     #: for each value: number of a node that reads it -> positions of the operands
     users: Sequence[Mapping[int, Positions]]
 
@@ -38,18 +38,18 @@ class DefUse(NamedTuple):
 def def_use(graph: Graph) -> DefUse:
     """Return the def-use chains of a graph."""
     nodes = []
-    makers: list[tuple[int, int] | None] = [None] * len(graph.inputs)
+    producers: list[tuple[int, int] | None] = [None] * len(graph.inputs)
     users: list[dict[int, Positions]] = [{} for _ in graph.inputs]
     for number, (node, results) in enumerate(graph.numbered()):
         refs = node.refs()
         nodes.append((node, refs, results))
         for position in range(len(results)):
-            makers.append((number, position))
+            producers.append((number, position))
             users.append({})
         for position, value in enumerate(refs):
             readers = users[value]
             readers[number] = (*readers[number], position) if number in readers else (position,)
-    return DefUse(nodes, graph.params, makers, users)
+    return DefUse(nodes, graph.params, producers, users)
 
 
 # -- liveness: the values alive at each node of a graph, their bytes, and the peak -----------------

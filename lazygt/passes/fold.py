@@ -79,7 +79,7 @@ class _Fold:
         #: folded value -> the value that replaces it
         self.replaced: dict[int, int] = {}
         #: value -> its producer, with folded operands
-        self.makers: dict[int, Node] = {}
+        self.producers: dict[int, Node] = {}
         #: view -> the first value of its chain
         self.roots: dict[int, int] = {}
         #: constant value -> the number that all its elements have
@@ -98,7 +98,7 @@ class _Fold:
             self._record_root(node, row)
             changed = changed or node is not row.node
             if len(row.results) == 1:
-                self.makers[row.results[0]] = node
+                self.producers[row.results[0]] = node
             rows.append(Placed(node, row.results, row.source))
         return rebuild(self.graph, rows, self.replaced) if changed else self.graph
 
@@ -170,17 +170,17 @@ class _Fold:
         while ancestor is not None:
             if ancestor not in self.written and self.metas[ancestor] == self.metas[result]:
                 return ancestor
-            maker = self.makers.get(ancestor)
-            parent = view_source(maker) if maker is not None and is_view(maker) else None
+            producer = self.producers.get(ancestor)
+            parent = view_source(producer) if producer is not None and is_view(producer) else None
             ancestor = self.replaced.get(parent, parent) if parent is not None else None
         return self._view_of_view(node, source, result)
 
     def _view_of_view(self, node: Node, source: int, result: int) -> Folded:
         """Fold a ``view`` of a ``view`` of contiguous memory to one ``view``."""
-        maker = self.makers.get(source)
-        if maker is None or node.op not in _VIEWS or maker.op not in _VIEWS:
+        producer = self.producers.get(source)
+        if producer is None or node.op not in _VIEWS or producer.op not in _VIEWS:
             return None
-        root = self.value(maker.args[0])
+        root = self.value(producer.args[0])
         meta, result_meta = self.metas[root] if root is not None else None, self.metas[result]
         if root is None or root in self.written or meta is None or result_meta is None:
             return None
@@ -298,11 +298,11 @@ def _is_integer(meta: TensorMeta) -> bool:
 def _negation(fold: _Fold, node: Node, result: int) -> Folded:
     """Fold a negation of a negation, or of a constant."""
     value = fold.value(node.args[0])
-    maker = fold.makers.get(value) if value is not None else None
+    producer = fold.producers.get(value) if value is not None else None
     meta = fold.metas[result]
-    if maker is None or maker.op != node.op or meta is None or _is_rounded(meta):
+    if producer is None or producer.op != node.op or meta is None or _is_rounded(meta):
         return fold.constant(node, result)
-    return fold.stands_for(fold.value(maker.args[0]), result)
+    return fold.stands_for(fold.value(producer.args[0]), result)
 
 
 def _cast(fold: _Fold, node: Node, result: int) -> Folded:
@@ -313,10 +313,10 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
     source = fold.stands_for(value, result)
     if source is not None or value is None:
         return source
-    maker = fold.makers.get(value)
-    if maker is None or maker.op != node.op or node.op != "aten._to_copy.default":
+    producer = fold.producers.get(value)
+    if producer is None or producer.op != node.op or node.op != "aten._to_copy.default":
         return None
-    root = fold.value(maker.args[0])
+    root = fold.value(producer.args[0])
     if root is None or not fold.may_stay(root):
         return None
     before, between, after = fold.metas[root], fold.metas[value], fold.metas[result]

@@ -72,14 +72,14 @@ def _next_counterpart(
     if node is None:
         assert old.input is not None
         if differences.resized.isdisjoint(old.input.shape):
-            return old.again(parent)
+            return old.copy_below(parent)
         meta = _resized(old.input, differences.sizes)
         return None if meta is None else TrieNode(parent, meta, input=meta)
     if node.dynamic:
         return None
     same_call = differences.resized.isdisjoint(sizes_in(node))
     if same_call and differences.values.isdisjoint(node.refs()):
-        new = old.again(parent)
+        new = old.copy_below(parent)
     else:
         inferred = _inferred(inference, repeat, parent, old, same_call)
         if inferred is None or counts(inferred) != counts(old):
@@ -115,7 +115,7 @@ def _inferred(
     if results is None:
         return None
     if same_call and results == (node.fresh, node.written, old.numbers):
-        return old.again(parent)
+        return old.copy_below(parent)
     new_node = Node(f.name, *call, results.fresh, node.writes, results.written)
     step = TrieNode(parent, key, new_node, facts=f)
     step.numbers = results.ints

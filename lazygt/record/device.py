@@ -90,7 +90,7 @@ def open_session(session: OpenSession) -> None:
             session_stack.append(session)
             note_use()
             _update_patches()
-        session.recorder.take_flags()
+        session.recorder.update_flags()
     except BaseException:
         leave_session(session)
         raise

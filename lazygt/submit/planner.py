@@ -23,7 +23,7 @@ from lazygt.passes.template import Steps, Template, outline_key
 from lazygt.record.bridge import shown_of
 from lazygt.record.recorder import Recorder
 from lazygt.record.trace import Trace
-from lazygt.record.trie import TrieNode, build_graph, flags_of, line_of, makers, sites_of
+from lazygt.record.trie import TrieNode, build_graph, flags_of, line_of, producers, sites_of
 from lazygt.runtime.client.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.plan import Plan
@@ -50,7 +50,7 @@ class CachedPlan(NamedTuple):
     positions: dict[int, int]  # number of a value of the trace -> position among the outputs
     #: for each plan of the entry, step -> recorded op (empty: the same numbers)
     origins: tuple[tuple[int, ...], ...]
-    makers: tuple[int, ...]  # output -> recorded op
+    producers: tuple[int, ...]  # output -> recorded op
     shardings: tuple[Sharding | None, ...]  # the sharding of each output; None: replicated
     #: for each output the positions of its blocks among the outputs of the plans
     slots: tuple[range, ...]
@@ -141,7 +141,7 @@ class Planner:
 
     def kept(self) -> list[CachedPlan]:
         """Return all cached plans, least recently used first."""
-        return self._recorder.trie.kept()
+        return self._recorder.trie.plans()
 
     # -- a new plan ----------------------------------------------------------------------
 
@@ -214,13 +214,13 @@ class Planner:
             template = self._template(recorded, steps, stages)
             plans = (template.plan.recorded(_backward(steps), flags_of(steps)),)
             shardings = (None,) * len(outputs)
-        makers_of = makers(steps)
-        made_by = tuple([makers_of[index] for index in outputs])
+        producers_of = producers(steps)
+        made_by = tuple([producers_of[index] for index in outputs])
         cached = CachedPlan(
             self._client.entries.of(plans),
             positions={index: position for position, index in enumerate(outputs)},
             origins=tuple([plan.origins for plan in plans]),
-            makers=made_by,
+            producers=made_by,
             shardings=shardings,
             slots=self._mesh.slots(shardings),
             shown=shown_of(outputs, made_by, shardings),

@@ -16,9 +16,9 @@ from lazygt.graph.mesh import VirtualMesh, regions_by_worker
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.host.gc_pause import gc_paused
-from lazygt.record.annotate import is_everywhere, restore_sharding, stored_now
+from lazygt.record.annotate import current_sharding, is_everywhere, restore_sharding
 from lazygt.record.idle import Idle
-from lazygt.record.infer import learn
+from lazygt.record.infer import apply_stride_reports
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import NATIVE, LazyTensor, Storage, is_lazy, storage_of
 from lazygt.record.trace import Trace, closed_error
@@ -172,7 +172,7 @@ class Submitter:
             if _is_loaded(value, parameter)
         ]
         for value, parameter in loaded:
-            restore_sharding(value, stored_now(parameter)._replace(fixed=False, unit=None))
+            restore_sharding(value, current_sharding(parameter)._replace(fixed=False, unit=None))
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Register an optimizer's step; for sharded programs this is a sync point."""
@@ -364,7 +364,7 @@ class Submitter:
     def _learn_layouts(self) -> None:
         """Correct inferred strides by the workers' reports, and drop plans with wrong ones."""
         reports, self._client.unexpected_strides = self._client.unexpected_strides, []
-        dropped = learn(self._recorder.inference, self._recorder.trie, reports)
+        dropped = apply_stride_reports(self._recorder.inference, self._recorder.trie, reports)
         self._planner.forget(dropped)
 
     def _warn_of_captures(self) -> None:

@@ -128,7 +128,7 @@ class StageProgram:
     def _task_of(self, value: int) -> int | None:
         """Return the task that computes or receives a value; None for an input of the stage."""
         value = self._assigned.named(value)
-        producer, owner = self._assigned.makers[value], self._assigned.values[value]
+        producer, owner = self._assigned.producers[value], self._assigned.values[value]
         if owner is None or owner == self.stage:
             return None if producer < 0 else producer
         if producer >= 0 and self._program.is_cheap_view(producer):
@@ -253,7 +253,7 @@ class _Writer:
             first = pending.pop(0)
             meta = _received_meta(self._program.metas[first])
             args = (sender, meta.shape, meta.dtype, DEVICE, self._axis)
-            source = max(self._program.assigned.makers[first], 0)
+            source = max(self._program.assigned.producers[first], 0)
             self._rows.append(Placed(Node(RECV, args, (), (meta,)), (first,), source))
             if first == value:
                 return
@@ -262,7 +262,7 @@ class _Writer:
 def _sent(sender: StageProgram, program: Whole, receiver: StageProgram) -> list[int]:
     """Return the values that one stage receives from another, in the order of the sends."""
     wanted = {v for v in receiver.received() if program.assigned.values[v] == sender.stage}
-    inputs = [value for value in sorted(wanted) if program.assigned.makers[value] < 0]
+    inputs = [value for value in sorted(wanted) if program.assigned.producers[value] < 0]
     values = [value for task in sender.tasks if task >= 0 for value in program.rows[task].results]
     return inputs + [value for value in values if value in wanted]
 

@@ -29,7 +29,7 @@ class Stages:
 
     nodes: Sequence[int | None]  # the stage, ``EVERY``, or None: every stage that reads the results
     values: Sequence[int | None]  # the stage; None: every rank has the value, or can compute it
-    makers: Sequence[int]  # value -> the number of its producer; -1: an input
+    producers: Sequence[int]  # value -> the number of its producer; -1: an input
     same: dict[int, int]  # a mark's result -> its first operand, which is the same value
 
     def named(self, value: int) -> int:
@@ -214,7 +214,7 @@ def _unit_dependencies(
     for number, unit in units.items():
         node = graph.nodes[number]
         for value in (*node.refs(), *node.writes):
-            other = units.get(assigned.makers[assigned.named(value)], unit)
+            other = units.get(assigned.producers[assigned.named(value)], unit)
             if other != unit:
                 dependencies[unit][other] = None
     return dependencies

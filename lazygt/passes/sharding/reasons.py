@@ -159,13 +159,13 @@ def _partial_sources(step: AxisStep, chains: DefUse, value: int) -> list[tuple[i
     queue = [value] if _is_partial(step, value) else []
     sources = []
     for partial_value in queue:  # grows meanwhile
-        maker = chains.makers[partial_value]
-        assert maker is not None
-        _, refs, _ = chains.nodes[maker[0]]
-        partial_operands = [ref for ref in refs if chains.makers[ref] and _is_partial(step, ref)]
+        producer = chains.producers[partial_value]
+        assert producer is not None
+        _, refs, _ = chains.nodes[producer[0]]
+        partial_operands = [ref for ref in refs if chains.producers[ref] and _is_partial(step, ref)]
         queue += [operand for operand in partial_operands if operand not in queue]
         if not partial_operands:
-            sources.append(maker)
+            sources.append(producer)
     return sources
 
 
@@ -229,10 +229,10 @@ def _maker(
     step: AxisStep, question: Question, chains: DefUse, value: int
 ) -> tuple[int | None, Options]:
     """Return (the variable that decides a value's produced placement, the placement by choice)."""
-    maker = chains.makers[value]
-    if maker is None:
+    producer = chains.producers[value]
+    if producer is None:
         return None, ((step.axis.inputs[value].placements[step.axis.at],),)
-    number, result_index = maker
+    number, result_index = producer
     strategies = question.entries[number].strategies
     return number, tuple([(strategy.outputs[result_index],) for strategy in strategies])
 
@@ -407,21 +407,21 @@ def _cause(step: AxisStep, met: _Met) -> str:
 
     The search goes through sharded and partial values; replicated ones are not followed.
     """
-    graph, values, makers = step.graph, step.local.values, def_use(step.graph).makers
+    graph, values, producers = step.graph, step.local.values, def_use(step.graph).producers
     queue = list(graph.nodes[met.node].refs()) if met.node is not None else [met.value]
     seen = set(queue)
     for value in queue:  # grows meanwhile: nearest first
         if value is None or all(placement == R for placement in values[value]):
             continue
-        maker = makers[value]
-        if maker is None:
+        producer = producers[value]
+        if producer is None:
             if (placement := placement_of(step, value)) != R:
                 return f"input {graph.values[value]} stored {placement}"
             continue
-        node = graph.nodes[maker[0]]
+        node = graph.nodes[producer[0]]
         placement = sharding_of_mark(node).placements[step.axis.at] if node.op == PLACE else R
         if placement not in (R, Unspecified()):
-            return f"placed {placement} at {graph.line(maker[0])}"
+            return f"placed {placement} at {graph.line(producer[0])}"
         unseen = [ref for ref in node.refs() if ref not in seen]
         seen.update(unseen)
         queue += unseen

@@ -45,14 +45,14 @@ _modules: dict[str, tuple[Any, bool]] = {}
 
 
 @dataclass(slots=True)
-class Noted:
+class Registrations:
     """Registrations of an op."""
 
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)  # dispatch key -> function
     modules: list[str] = field(default_factory=list)  # modules that registered something, in order
-    times: int = 0  # number of its definitions
+    times: int = 0  # number of its definitions: of ``Library.define``
 
-    def by(self, module: str) -> None:
+    def add_module(self, module: str) -> None:
         """Add a registering module."""
         global _count
         _count += 1
@@ -60,20 +60,20 @@ class Noted:
             self.modules.append(module)
 
 
-_noted: dict[str, Noted] = {}
+_registrations: dict[str, Registrations] = {}
 _count = 0
 _define: Any = Library.define
 _impl: Any = Library.impl
 
 
-def noted(qualname: str) -> Noted:
+def registrations_of(qualname: str) -> Registrations:
     """Return the registrations of ``namespace::op`` or ``namespace::op.overload``."""
-    return _noted.get(qualname) or Noted()
+    return _registrations.get(qualname) or Registrations()
 
 
-def defined() -> dict[str, Noted]:
+def defined() -> dict[str, Registrations]:
     """Return all ops with noted registrations."""
-    return _noted
+    return _registrations
 
 
 def count() -> int:
@@ -84,22 +84,22 @@ def count() -> int:
 def note_defined() -> None:
     """Note the ops defined before lazygt's import, of modules that torch does not know."""
     for qualname in torch.library._defs:
-        _noted[qualname] = Noted(times=1)
+        _registrations[qualname] = Registrations(times=1)
     if NATIVE is not None:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        for qualname in filter(_custom, torch._C._dispatch_get_all_op_names()):
+        for qualname in filter(_is_custom_name, torch._C._dispatch_get_all_op_names()):
             if any(has(qualname, key) for key in _BEFORE_FALLBACK):
                 _record_whole(qualname)
 
 
-def _custom(qualname: str) -> bool:
+def _is_custom_name(qualname: str) -> bool:
     """Return whether an op is in none of torch's own namespaces."""
     return qualname.partition("::")[0] not in _TORCHS_OWN
 
 
 def _record_whole(qualname: str) -> None:
     """Make C++ record a custom op as one op, where torch would decompose it by its kernel."""
-    if NATIVE is not None and _custom(qualname):
+    if NATIVE is not None and _is_custom_name(qualname):
         space, _, op = qualname.partition("::")
         NATIVE.record_whole(space, op)
 
@@ -109,8 +109,10 @@ def _noting_define(self: Library, schema: str, *args: Any, **kwargs: Any) -> Any
     """Define an op, and note the registering module (replaces ``Library.define``)."""
     result = _define(self, schema, *args, **kwargs)
     qualname = _qualname(self, schema.split("(")[0])
-    _noted[qualname] = note = Noted(times=noted(qualname).times + 1)
-    note.by(_registering_module())
+    _registrations[qualname] = registrations = Registrations(
+        times=registrations_of(qualname).times + 1
+    )
+    registrations.add_module(_registering_module())
     return result
 
 
@@ -124,9 +126,9 @@ def _noting_impl(
     if key in _BEFORE_FALLBACK:
         _record_whole(_qualname(self, op_name))
     if key in ("CPU", "CUDA", *ANY_DEVICE) and not kwargs.get("with_keyset"):
-        note = _noted.setdefault(_qualname(self, op_name), Noted())
-        note.kernels[key] = fn
-        note.by(_registering_module())
+        registrations = _registrations.setdefault(_qualname(self, op_name), Registrations())
+        registrations.kernels[key] = fn
+        registrations.add_module(_registering_module())
     return result
 
 
@@ -190,7 +192,7 @@ def source_of(func: Any, device_type: str) -> OpSource:
     All parts are empty for an unknown source; ``CustomOps.facts`` raises CodeError then.
     """
     qualname = func.name()
-    registrations, defined = noted(qualname), OPDEFS.get(qualname)
+    registrations, defined = registrations_of(qualname), OPDEFS.get(qualname)
     kernels = inner_kernels(func)
     kernel = kernels.get(device_type) or kernels.get(None)
     if defined is not None:
@@ -214,7 +216,7 @@ def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:
         return {kind: _plain(kernel) for kind, kernel in defined._backend_fns.items()}
     return {
         None if key in ANY_DEVICE else key.lower(): kernel
-        for key, kernel in noted(func.name()).kernels.items()
+        for key, kernel in registrations_of(func.name()).kernels.items()
     }
 
 

@@ -144,7 +144,12 @@ def _stack(
     train: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Run stacked layers, in one or both directions; return output and final states."""
+    """Run stacked layers, in one or both directions; return output and final states.
+
+    Args:
+        layer: runs one layer and direction on (steps, its index, reverse); returns output and
+            state.
+    """
     steps = x.transpose(0, 1) if batch_first else x
     states: list[Any] = []
     for number in range(num_layers):

@@ -324,15 +324,15 @@ class Connections:
             allowed: output value -> sets of placements; the value must have one of each set.
         """
         cache, kinds, nbytes = self._connected, self._kinds, self._nbytes
-        makers = self._chains.makers
+        producers = self._chains.producers
         for value, users in enumerate(self._chains.users):
-            maker, outputs = makers[value], allowed.get(value, ())
+            producer, outputs = producers[value], allowed.get(value, ())
             if not (users or outputs):
-                self._add_unused(maker)
+                self._add_unused(producer)
                 continue
             key = (
                 nbytes[value],
-                maker and (kinds[maker[0]], maker[1]),
+                producer and (kinds[producer[0]], producer[1]),
                 annotations.get(value),
                 outputs and tuple(map(tuple, outputs)),
                 tuple([kinds[user] for user in users]),
@@ -342,12 +342,12 @@ class Connections:
             if connected is None:
                 connected = self._connect(value, annotations.get(value), outputs)
                 cache[key] = connected
-            self._add(value, connected, (maker[0] if maker else -1, *users, len(self.sizes)))
+            self._add(value, connected, (producer[0] if producer else -1, *users, len(self.sizes)))
 
-    def _add_unused(self, maker: tuple[int, int] | None) -> None:
+    def _add_unused(self, producer: tuple[int, int] | None) -> None:
         """Add the time of a node if its first result is unused."""
-        if maker is not None and not maker[1]:
-            self._add_node_cost(maker[0])
+        if producer is not None and not producer[1]:
+            self._add_node_cost(producer[0])
 
     def _add_node_cost(self, node: int) -> None:
         """Add the time of a node as a factor."""
@@ -374,7 +374,7 @@ class Connections:
     ) -> _Connected:
         """Build the factors of a value; see ``_Connected``."""
         nbytes, prices = self._nbytes[value], self._prices
-        maker, users = self._chains.makers[value], self._chains.users[value]
+        producer, users = self._chains.producers[value], self._chains.users[value]
         wants = [
             self._placement_column(user, False, positions) for user, positions in users.items()
         ]
@@ -384,15 +384,15 @@ class Connections:
         ]
         kind = "given" if annotation is None else annotation.kind
         sums, options = _Sums(), None
-        variable = None if maker is None else 0
-        available = self._produced_options(maker, annotation or _WHOLE, wants)
-        if maker is not None and not maker[1] and self._entries[maker[0]].works:
-            sums.charge(0, self._entries[maker[0]].costs)
-        if len(wants) > 1 or kind == ("free" if maker is None else "fixed"):
+        variable = None if producer is None else 0
+        available = self._produced_options(producer, annotation or _WHOLE, wants)
+        if producer is not None and not producer[1] and self._entries[producer[0]].works:
+            sums.charge(0, self._entries[producer[0]].costs)
+        if len(wants) > 1 or kind == ("free" if producer is None else "fixed"):
             fixed = annotation.placement if annotation is not None and kind == "fixed" else None
             options, own_variable = self._options(available, fixed, wants), len(users) + 1
             sums.charge(own_variable, prices.copies(options, nbytes))
-            if maker is None and annotation is not None and kind == "free":
+            if producer is None and annotation is not None and kind == "free":
                 # one tick: a tie-break
                 is_other = [float(option[0] != annotation.placement) for option in options]
                 sums.charge(own_variable, np.array(is_other))
@@ -417,11 +417,11 @@ class Connections:
         return sums.connected(options)
 
     def _produced_options(
-        self, maker: tuple[int, int] | None, annotation: Annotation, wants: Sequence[Options]
+        self, producer: tuple[int, int] | None, annotation: Annotation, wants: Sequence[Options]
     ) -> Options:
         """Return the placements with which a value may be produced."""
-        if maker is not None:
-            return self._placement_column(maker[0], True, (maker[1],))
+        if producer is not None:
+            return self._placement_column(producer[0], True, (producer[1],))
         placements = {annotation.placement}
         if annotation.kind == "free":
             wanted = {placement for want in wants for option in want for placement in option}

@@ -370,8 +370,8 @@ class _Search:
 
     def back_beside(self, value: int, dim: int) -> None:
         """Search from the dim after one with selected elements, if a view produced both dims."""
-        nodes, makers = self._chains.nodes, self._chains.makers
-        while (producer := makers[value]) and nodes[producer[0]][0].op not in views.RESHAPES:
+        nodes, producers = self._chains.nodes, self._chains.producers
+        while (producer := producers[value]) and nodes[producer[0]][0].op not in views.RESHAPES:
             sources = list(self._sharded_operands(value, Shard(dim)))
             if len(sources) != 1 or not isinstance(sources[0][1], Shard):
                 return
@@ -396,7 +396,7 @@ class _Search:
 
     def _sharded_operands(self, value: int, placement: Cut) -> Iterator[tuple[int, Cut]]:
         """Yield the operands with the placements that give a value a placement locally."""
-        producer = self._chains.makers[value]
+        producer = self._chains.producers[value]
         if producer is None:
             return
         number, result_index = producer
