@@ -27,7 +27,7 @@ from lazygt.graph.alias import WRITE_BACK, op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, params_in, ref
 from lazygt.graph.ops import overload
-from lazygt.passes.base import Placed, placed, rebuild, view_source, written_through
+from lazygt.passes.base import Row, rebuild, rows_of, view_source, written_through
 from lazygt.passes.guards import guard, row_major
 
 #: The value that replaces the node's result, the node that replaces the node, or None: no change.
@@ -42,7 +42,9 @@ _UNDECLARED_VIEWS = ("aten._unsafe_view.default", "aten._reshape_alias.default",
 #: missing kernel.
 _COMPUTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
              torch.int16, torch.int8, torch.uint8, torch.bool)  # fmt: skip
+#: Ops that fill a tensor with a number -> the number.
 _FILLED = {"zeros": 0, "ones": 1, "zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
+#: Dtype -> dtypes that represent all of its values.
 _WIDER = {
     torch.float16: (torch.float32, torch.float64),
     torch.bfloat16: (torch.float32, torch.float64),
@@ -55,7 +57,7 @@ _WIDER = {
 
 
 def is_view(node: Node) -> bool:
-    """Return whether a node's results are always views (for ``view_source``: possibly)."""
+    """Return whether a node's results are always views; ``view_source`` counts possible ones."""
     f = op_facts(node)
     return f is not None and not node.writes and (f.views or node.op in _UNDECLARED_VIEWS)
 
@@ -88,7 +90,7 @@ class _Fold:
     def run(self) -> Graph:
         rows = []
         changed = False
-        for row in placed(self.graph):
+        for row in rows_of(self.graph):
             folded = self._folded(row)
             if type(folded) is int:
                 self.replaced[row.results[0]] = folded
@@ -99,10 +101,10 @@ class _Fold:
             changed = changed or node is not row.node
             if len(row.results) == 1:
                 self.producers[row.results[0]] = node
-            rows.append(Placed(node, row.results, row.source))
+            rows.append(Row(node, row.results, row.source))
         return rebuild(self.graph, rows, self.replaced) if changed else self.graph
 
-    def _folded(self, row: Placed) -> Folded:
+    def _folded(self, row: Row) -> Folded:
         """Apply the rules to a node."""
         node = row.node
         if len(row.results) != 1 or node.writes or node.dynamic or not node.fresh[0]:
@@ -129,7 +131,7 @@ class _Fold:
         value = self.value(arg)
         return None if value is None else self.numbers.get(value)
 
-    def stands_for(self, value: int | None, result: int) -> int | None:
+    def replacement(self, value: int | None, result: int) -> int | None:
         """Return ``value`` if it can replace ``result``, a copy in other memory; else None."""
         if value is None or self.metas[value] != self.metas[result] or not self.may_stay(value):
             return None
@@ -143,7 +145,7 @@ class _Fold:
             return False
         return root_meta is meta or guard(_no_larger, root_meta, meta)
 
-    def _record_root(self, node: Node, row: Placed) -> None:
+    def _record_root(self, node: Node, row: Row) -> None:
         """Record the base of a view's results."""
         source = view_source(node)
         if source is not None:
@@ -261,7 +263,7 @@ def _identity_rule(is_identity: Callable[[Number, TensorMeta], bool], both: bool
             number = fold.number(node.args[identity])
             is_known = number is not None and not isinstance(alpha, Param) and alpha == 1
             if is_known and is_identity(number, meta):  # type: ignore[arg-type]
-                value = fold.stands_for(fold.value(node.args[operand]), result)
+                value = fold.replacement(fold.value(node.args[operand]), result)
                 if value is not None:
                     return value
         return fold.constant(node, result)
@@ -302,7 +304,7 @@ def _negation(fold: _Fold, node: Node, result: int) -> Folded:
     meta = fold.metas[result]
     if producer is None or producer.op != node.op or meta is None or _is_rounded(meta):
         return fold.constant(node, result)
-    return fold.stands_for(fold.value(producer.args[0]), result)
+    return fold.replacement(fold.value(producer.args[0]), result)
 
 
 def _cast(fold: _Fold, node: Node, result: int) -> Folded:
@@ -310,7 +312,7 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
     if any(name not in ("dtype", "device", "layout", "memory_format") for name, _ in node.kwargs):
         return None
     value = fold.value(node.args[0])
-    source = fold.stands_for(value, result)
+    source = fold.replacement(value, result)
     if source is not None or value is None:
         return source
     producer = fold.producers.get(value)
@@ -329,7 +331,7 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
         return None
     if _is_rounded(after) and not _is_integer(before):
         return None
-    source = fold.stands_for(root, result)
+    source = fold.replacement(root, result)
     if source is not None:
         return source
     return Node(node.op, (ref(root), *node.args[1:]), node.kwargs, node.fresh)

@@ -30,7 +30,7 @@ from lazygt.graph.placement import (
     REDUCE_SCATTER,
     WAIT,
 )
-from lazygt.passes.base import Placed, by_class, placed, rebuild
+from lazygt.passes.base import Row, by_class, rebuild, rows_of
 from lazygt.passes.bucket import (
     Bucket,
     Caps,
@@ -124,8 +124,8 @@ def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) 
     """
     units = _Units(analysis, order)
     metas = analysis.graph.values
-    rows: list[Placed] = []
-    old = placed(analysis.graph)
+    rows: list[Row] = []
+    old = rows_of(analysis.graph)
     for unit in units.in_order():
         if unit < len(old):
             rows.append(old[unit])
@@ -142,6 +142,9 @@ class _Units:
     """Units of the list scheduling: nodes, launches and waits, with dependences and priorities.
 
     Old nodes keep their numbers; the launch and the wait of each bucket follow.
+
+    Args:
+        order: the buckets in the order of their launches.
     """
 
     def __init__(self, analysis: CollectiveAnalysis, order: Sequence[Bucket]) -> None:
@@ -198,7 +201,7 @@ class _Units:
         }
         if number:
             before.add(self.launch(number - 1))
-        first_use = min(self.end, *(collective.used for collective in collectives))
+        first_use = min(self.end, *(collective.first_use for collective in collectives))
         launch_key = _Key(max(collective.ready for collective in collectives), 4)
         if bucket.stored:
             launch_key = _Key(-1, 0)
@@ -300,13 +303,13 @@ def _readers(graph: Graph) -> list[list[int]]:
 
 
 def _launch_and_wait(
-    members: Sequence[Placed],
+    members: Sequence[Row],
     analysis: CollectiveAnalysis,
     bucket: Bucket,
     in_flight: int,
     mesh: Mesh,
     metas: Sequence[TensorMeta | None],
-) -> tuple[Placed, Placed]:
+) -> tuple[Row, Row]:
     """Return the launch and the wait of a bucket.
 
     Args:
@@ -333,7 +336,7 @@ def _launch_and_wait(
         length = _length(kind, operands, moves, mesh.size(first.axis), received)
         launch = Node(LAUNCH, args, (), (intern((length,), (1,), first.dtype),))
         wait = Node(WAIT, (ref(in_flight), kept_alive, (), first.axis), (), received)
-    return Placed(launch, [in_flight], source), Placed(wait, results, source)
+    return Row(launch, [in_flight], source), Row(wait, results, source)
 
 
 def _known(meta: TensorMeta | None) -> TensorMeta:

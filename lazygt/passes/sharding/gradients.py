@@ -21,9 +21,9 @@ from lazygt.graph.placement import Shard, Unspecified
 from lazygt.passes.base import (
     Placed,
     dependencies,
-    placed,
     rebuild,
     renumbered,
+    rows_of,
     written_values,
 )
 from lazygt.passes.sharding.marks import place_node, turns
@@ -154,7 +154,7 @@ class _Gradients:
         sums, read_outside = self._sums(), self._gradients_read_outside()
         sums = sums if self._unsharded_bytes(sums) > self._cap(sums, cap) else {}
         rows: list[Placed] = []
-        for row in placed(self._graph):
+        for row in rows_of(self._graph):
             refs = row.node.refs()
             replacements = {value: self._sharded[value] for value in refs if value in self._sharded}
             accumulation = sums.get(row.source)

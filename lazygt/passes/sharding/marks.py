@@ -18,7 +18,7 @@ from lazygt.graph.mesh import FSDPUnit, Sharding
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.graph.placement import Placement, Replicate, Shard, SingleRank, Unspecified
-from lazygt.passes.base import placed, rebuild
+from lazygt.passes.base import rebuild, rows_of
 
 # -- forward and backward passes of a step with several microbatches -------------------------------
 
@@ -58,7 +58,7 @@ MARKS = frozenset({PLACE, ENTER, LEAVE, REDUCE_AS})
 
 def without_places(graph: Graph, marks: Collection[str] = (PLACE,)) -> Graph:
     """Return the graph without marks of these kinds; ``reduce_as`` becomes a cast."""
-    rows = [row._replace(node=_lower_reduce_as(row.node)) for row in placed(graph)]
+    rows = [row._replace(node=_lower_reduce_as(row.node)) for row in rows_of(graph)]
     marks = {*marks} - {REDUCE_AS}
     replaced = {row.results[0]: row.node.args[0].index for row in rows if row.node.op in marks}
     retained = [row for row in rows if row.node.op not in marks]
