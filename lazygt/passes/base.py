@@ -33,7 +33,7 @@ class Pass(Protocol):
         """Return an equivalent graph; ``graph`` itself where nothing changes."""
 
 
-class Row(NamedTuple):
+class NodeRow(NamedTuple):
     """Node of a new graph, described in the value numbers of the old graph."""
 
     node: Node  # with values numbered as in the old graph
@@ -74,12 +74,16 @@ def run_passes(
     return graph
 
 
-def rows_of(graph: Graph) -> list[Row]:
+def rows_of(graph: Graph) -> list[NodeRow]:
     """Return every node in order, with the numbers of its results."""
-    return [Row(node, results, number) for number, (node, results) in enumerate(graph.numbered())]
+    return [
+        NodeRow(node, results, number) for number, (node, results) in enumerate(graph.numbered())
+    ]
 
 
-def rebuild(graph: Graph, rows: Sequence[Row], replaced: Mapping[int, int] | None = None) -> Graph:
+def rebuild(
+    graph: Graph, rows: Sequence[NodeRow], replaced: Mapping[int, int] | None = None
+) -> Graph:
     """Return the graph with these nodes in this order, all values numbered anew.
 
     Args:
@@ -93,7 +97,9 @@ def rebuild(graph: Graph, rows: Sequence[Row], replaced: Mapping[int, int] | Non
     return Graph(graph.inputs, graph.params, nodes, outputs, lines, origins)
 
 
-def _new_numbers(graph: Graph, rows: Sequence[Row], replaced: Mapping[int, int]) -> dict[int, int]:
+def _new_numbers(
+    graph: Graph, rows: Sequence[NodeRow], replaced: Mapping[int, int]
+) -> dict[int, int]:
     """Return old number -> new number of every value; a replaced value gets its target's number."""
     numbers = {value: value for value in range(len(graph.inputs))}
     count = len(numbers)

@@ -37,7 +37,7 @@ from lazygt.graph.placement import (
 )
 from lazygt.passes.base import dependencies, rebuild, rows_of, view_source
 from lazygt.passes.sharding.gradients import updated_with
-from lazygt.passes.sharding.marks import turns
+from lazygt.passes.sharding.marks import pass_numbers
 
 # -- the collectives of one program: dependences, earliest start, first reader ---------------------
 
@@ -88,11 +88,11 @@ class CollectiveAnalysis:
     collectives: tuple[CollectiveInfo, ...]
     before: Sequence[set[int]]  # for each node the numbers of its predecessors
     #: for each node the number of changes between forward and backward before it
-    turns: Sequence[int]
+    pass_numbers: Sequence[int]
 
-    def end_of_turn(self, node: int) -> int:
+    def end_of_pass(self, node: int) -> int:
         """Return the number of the first node of the next forward or backward pass."""
-        return bisect_right(self.turns, self.turns[max(node, 0)])
+        return bisect_right(self.pass_numbers, self.pass_numbers[max(node, 0)])
 
 
 def analyse_collectives(graph: Graph, backward: Collection[int] = ()) -> CollectiveAnalysis:
@@ -141,7 +141,7 @@ def analyse_collectives(graph: Graph, backward: Collection[int] = ()) -> Collect
                 ancestors[number],
             )
         )
-    return CollectiveAnalysis(graph, tuple(collectives), before, turns(graph, backward))
+    return CollectiveAnalysis(graph, tuple(collectives), before, pass_numbers(graph, backward))
 
 
 def detach_likenesses(graph: Graph) -> Graph:
@@ -406,7 +406,7 @@ class _Buckets:
         collective = self.collectives[position]
         if collective.kind != REDUCE_SCATTER:
             return 0
-        return self.analyses[0].turns[max(collective.ready, 0)]
+        return self.analyses[0].pass_numbers[max(collective.ready, 0)]
 
     def _would_delay_reader(self, bucket: Bucket, position: int) -> bool:
         """Return whether a reader of the bucket would have to wait for the collective's operand."""

@@ -12,7 +12,7 @@ from typing import Any
 from lazygt.graph.alias import has_effect, last_uses
 from lazygt.graph.meta import typed_key
 from lazygt.graph.node import Arg, Graph, Node, Ref
-from lazygt.passes.base import Row, rebuild, rows_of, written_through
+from lazygt.passes.base import NodeRow, rebuild, rows_of, written_through
 from lazygt.passes.fold import is_view
 from lazygt.passes.guards import fits, guard
 
@@ -54,7 +54,7 @@ class CommonSubexpressions:
     def run(self, graph: Graph) -> Graph:
         uses = last_uses(graph)
         written = written_through(graph)
-        first: dict[Any, Row] = {}
+        first: dict[Any, NodeRow] = {}
         merged: dict[int, int] = {}
         rows = []
         for row in rows_of(graph):
@@ -73,7 +73,7 @@ class CommonSubexpressions:
         return rebuild(graph, rows, merged) if merged else graph
 
 
-def may_merge(row: Row, written: set[int]) -> bool:
+def may_merge(row: NodeRow, written: set[int]) -> bool:
     """Return whether a node may be replaced by an equal earlier node.
 
     Args:
@@ -89,7 +89,7 @@ def may_merge(row: Row, written: set[int]) -> bool:
     ) and written.isdisjoint(row.results)
 
 
-def _alive(earlier: Row, number: int, uses: list[int]) -> bool:
+def _alive(earlier: NodeRow, number: int, uses: list[int]) -> bool:
     """Return whether earlier results are alive at node ``number``, are views, or are small."""
     if is_view(earlier.node):
         return True

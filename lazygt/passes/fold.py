@@ -27,7 +27,7 @@ from lazygt.graph.alias import WRITE_BACK, op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, params_in, ref
 from lazygt.graph.ops import overload
-from lazygt.passes.base import Row, rebuild, rows_of, view_source, written_through
+from lazygt.passes.base import NodeRow, rebuild, rows_of, view_source, written_through
 from lazygt.passes.guards import guard, row_major
 
 #: The value that replaces the node's result, the node that replaces the node, or None: no change.
@@ -101,10 +101,10 @@ class _Fold:
             changed = changed or node is not row.node
             if len(row.results) == 1:
                 self.producers[row.results[0]] = node
-            rows.append(Row(node, row.results, row.source))
+            rows.append(NodeRow(node, row.results, row.source))
         return rebuild(self.graph, rows, self.replaced) if changed else self.graph
 
-    def _folded(self, row: Row) -> Folded:
+    def _folded(self, row: NodeRow) -> Folded:
         """Apply the rules to a node."""
         node = row.node
         if len(row.results) != 1 or node.writes or node.dynamic or not node.fresh[0]:
@@ -145,7 +145,7 @@ class _Fold:
             return False
         return root_meta is meta or guard(_no_larger, root_meta, meta)
 
-    def _record_root(self, node: Node, row: Row) -> None:
+    def _record_root(self, node: Node, row: NodeRow) -> None:
         """Record the base of a view's results."""
         source = view_source(node)
         if source is not None:

@@ -19,7 +19,7 @@ from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import Graph, Node, Param, Ref
 from lazygt.graph.per_tensor import EACH, MERGE, SPLIT, ForeachForm, slice_node
 from lazygt.graph.placement import COLLECTIVE_OPS
-from lazygt.passes.base import Row, dependencies, rebuild, rows_of, scheduled, view_source
+from lazygt.passes.base import NodeRow, dependencies, rebuild, rows_of, scheduled, view_source
 from lazygt.passes.guards import fits, guard
 
 #: Bytes up to which a tensor is small: its launch costs more than its arithmetic.
@@ -51,7 +51,7 @@ def _split(graph: Graph) -> Graph:
     return rebuild(graph, rows) if len(rows) != len(graph.nodes) else graph
 
 
-def _split_node(row: Row, metas: Metas, memory: Sequence[int]) -> Iterator[Row]:
+def _split_node(row: NodeRow, metas: Metas, memory: Sequence[int]) -> Iterator[NodeRow]:
     """Yield the node, or a node for each of its large tensors and one for the small ones."""
     node = row.node
     form = SPLIT.get(node.op)
@@ -87,12 +87,12 @@ def _is_small(meta: TensorMeta | None) -> bool:
     return meta is None or guard(fits, meta, constants=(SMALL,))
 
 
-def _single_tensor_node(row: Row, index: int) -> Row:
+def _single_tensor_node(row: NodeRow, index: int) -> NodeRow:
     """Return the node for tensor number ``index`` of a horizontal op."""
-    return Row(slice_node(row.node, index), row.results[index : index + 1], row.source)
+    return NodeRow(slice_node(row.node, index), row.results[index : index + 1], row.source)
 
 
-def _small_tensors_node(row: Row, form: ForeachForm, indices: list[int]) -> Row:
+def _small_tensors_node(row: NodeRow, form: ForeachForm, indices: list[int]) -> NodeRow:
     """Return the horizontal node restricted to the tensors at ``indices``."""
 
     def selected(items: Sequence[Any]) -> tuple[Any, ...]:
@@ -107,7 +107,7 @@ def _small_tensors_node(row: Row, form: ForeachForm, indices: list[int]) -> Row:
     )
     merged = replace(node, args=args, fresh=selected(node.fresh),
                      writes=selected(node.writes), written=selected(node.written))  # fmt: skip
-    return Row(merged, selected(row.results), row.source)
+    return NodeRow(merged, selected(row.results), row.source)
 
 
 # -- small tensors: one node for many ----------------------------------------------------------
@@ -222,7 +222,7 @@ def _levels(keys: list[Any], before: Sequence[set[int]]) -> list[int]:
     return levels
 
 
-def _merged_node(rows: list[Row], unit: list[int], keys: list[Any]) -> Row:
+def _merged_node(rows: list[NodeRow], unit: list[int], keys: list[Any]) -> NodeRow:
     """Return the horizontal node for the nodes of a unit; a single node as it is."""
     if len(unit) == 1:
         return rows[unit[0]]
@@ -237,4 +237,4 @@ def _merged_node(rows: list[Row], unit: list[int], keys: list[Any]) -> Row:
         tuple(value for node in nodes for value in node.writes),
         tuple(meta for node in nodes for meta in node.written),
     )
-    return Row(merged, [rows[number].results[0] for number in unit], unit[0])
+    return NodeRow(merged, [rows[number].results[0] for number in unit], unit[0])

@@ -28,7 +28,7 @@ from lazygt.graph.per_tensor import LANES, lane_count, lanes_of, slice_node
 from lazygt.machine import Machine, default_machine
 from lazygt.passes.base import (
     Dependencies,
-    Row,
+    NodeRow,
     dependencies,
     moving_views,
     rebuild,
@@ -443,7 +443,7 @@ def _wider(meta: TensorMeta, other: TensorMeta) -> bool:
 # -- the fused node ------------------------------------------------------------------------------
 
 
-def _fused(context: GroupContext, unit: list[int]) -> Row:
+def _fused(context: GroupContext, unit: list[int]) -> NodeRow:
     """Return the fused node of a group; a single node as it is."""
     rows = [context.rows[number] for number in unit]
     if len(rows) == 1:
@@ -462,11 +462,11 @@ def _fused(context: GroupContext, unit: list[int]) -> Row:
         tuple(meta for value in last_versions if (meta := metas[value]) is not None),
         body=body,
     )
-    return Row(node, [*new_outputs, *last_versions], unit[0])
+    return NodeRow(node, [*new_outputs, *last_versions], unit[0])
 
 
 def _body(
-    context: GroupContext, rows: list[Row], operands: list[int], outputs: list[int]
+    context: GroupContext, rows: list[NodeRow], operands: list[int], outputs: list[int]
 ) -> tuple[Graph, list[Param]]:
     """Return the members as a subgraph, and the run-time numbers that they use.
 

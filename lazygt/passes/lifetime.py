@@ -20,7 +20,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.graph.ops import overload
 from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
-from lazygt.passes.base import Row, rebuild, rows_of
+from lazygt.passes.base import NodeRow, rebuild, rows_of
 from lazygt.passes.guards import guard
 
 # -- memory of a launch's results: the launch's buffer, the operand's memory, or new memory --------
@@ -100,7 +100,7 @@ def _packs(launch: Node) -> bool:
     return _scatters(launch) and len(launch.args[1]) > 1
 
 
-def _may_scatter_into_operand(launch: Row, pair: _Pair, aliases: Aliases) -> bool:
+def _may_scatter_into_operand(launch: NodeRow, pair: _Pair, aliases: Aliases) -> bool:
     """Return whether a reduce-scatter of one value may write its block over that value.
 
     The value's memory must belong to the run (made in it, or donated to it), its layout must be

@@ -30,7 +30,7 @@ from lazygt.graph.placement import (
     REDUCE_SCATTER,
     WAIT,
 )
-from lazygt.passes.base import Row, by_class, rebuild, rows_of
+from lazygt.passes.base import NodeRow, by_class, rebuild, rows_of
 from lazygt.passes.bucket import (
     Bucket,
     Caps,
@@ -124,7 +124,7 @@ def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) 
     """
     units = _Units(analysis, order)
     metas = analysis.graph.values
-    rows: list[Row] = []
+    rows: list[NodeRow] = []
     old = rows_of(analysis.graph)
     for unit in units.in_order():
         if unit < len(old):
@@ -236,7 +236,7 @@ class _Units:
         if bucket.limited:
             wait = self.wait(number)
             ready = max(self.analysis.collectives[position].ready for position in bucket.members)
-            self.keys[wait] = min(self.keys[wait], _Key(self.analysis.end_of_turn(ready), 0))
+            self.keys[wait] = min(self.keys[wait], _Key(self.analysis.end_of_pass(ready), 0))
         previous = scatters.get(first.axis)
         scatters[first.axis] = number
         if previous is not None and bucket.limited:
@@ -303,13 +303,13 @@ def _readers(graph: Graph) -> list[list[int]]:
 
 
 def _launch_and_wait(
-    members: Sequence[Row],
+    members: Sequence[NodeRow],
     analysis: CollectiveAnalysis,
     bucket: Bucket,
     in_flight: int,
     mesh: Mesh,
     metas: Sequence[TensorMeta | None],
-) -> tuple[Row, Row]:
+) -> tuple[NodeRow, NodeRow]:
     """Return the launch and the wait of a bucket.
 
     Args:
@@ -336,7 +336,7 @@ def _launch_and_wait(
         length = _length(kind, operands, moves, mesh.size(first.axis), received)
         launch = Node(LAUNCH, args, (), (intern((length,), (1,), first.dtype),))
         wait = Node(WAIT, (ref(in_flight), kept_alive, (), first.axis), (), received)
-    return Row(launch, [in_flight], source), Row(wait, results, source)
+    return NodeRow(launch, [in_flight], source), NodeRow(wait, results, source)
 
 
 def _known(meta: TensorMeta | None) -> TensorMeta:

@@ -21,7 +21,7 @@ from lazygt.graph.node import DEVICE, Graph, Node, ref
 from lazygt.graph.placement import RECV, SEND, Placement, Replicate, SingleRank, local_meta
 from lazygt.machine import Machine
 from lazygt.passes.base import (
-    Row,
+    NodeRow,
     by_class,
     rebuild,
     rows_of,
@@ -179,7 +179,7 @@ class _StageWriter:
     ) -> None:
         self._program, self._stage_programs = program, stage_programs
         self._stage, self._axis = stage, axis
-        self._rows: list[Row] = []
+        self._rows: list[NodeRow] = []
         #: value -> the stages that it is sent to
         self._targets: dict[int, list[int]] = {}
         for stage_program in stage_programs:
@@ -236,14 +236,14 @@ class _StageWriter:
             if placement not in (Replicate(), SingleRank(self._stage)) and dtype not in values:
                 number = values[dtype] = len(self._program.metas) + len(values)
                 node = uninitialized(intern((0,), (1,), dtype))
-                self._rows.append(Row(node, (number,), 0))
+                self._rows.append(NodeRow(node, (number,), 0))
         return values
 
     def _send(self, value: int, source: int) -> None:
         """Add the sends of a value to all stages that receive it."""
         for peer in self._targets.get(value, ()):
             node = Node(SEND, (ref(value), peer, self._axis))
-            self._rows.append(Row(node, (), source))
+            self._rows.append(NodeRow(node, (), source))
 
     def _receive(self, value: int) -> None:
         """Add the receives of a value and of all values that its sender sends before it.
@@ -260,7 +260,7 @@ class _StageWriter:
             meta = _received_meta(self._program.metas[first])
             args = (sender, meta.shape, meta.dtype, DEVICE, self._axis)
             source = max(self._program.assigned.producers[first], 0)
-            self._rows.append(Row(Node(RECV, args, (), (meta,)), (first,), source))
+            self._rows.append(NodeRow(Node(RECV, args, (), (meta,)), (first,), source))
             if first == value:
                 return
 

@@ -124,7 +124,7 @@ def rows_sent(source: Cut, target: Cut, axis_size: int) -> float | None:
         * max(inner for _, inner in group_counts)
     )
     move = rows_between(source, target, size, axis_size)
-    return None if move is None else move.most / size
+    return None if move is None else move.most_rows_sent / size
 
 
 #: Placements in which one value is available, or wanted, at the same time.
@@ -137,13 +137,13 @@ class ReshardingCosts:
     """Cached redistribution costs on one axis, in ticks; equal tables are one array.
 
     Args:
-        parts: number of ranks of the axis.
+        axis_size: number of ranks of the axis.
     """
 
-    def __init__(self, machine: Machine, parts: int) -> None:
-        self._machine, self._slices = machine, parts
-        self._move_costs: dict[tuple[Placement, Placement, int], float] = {}
-        self._make_costs: dict[tuple[Copies, Copies, int], float] = {}
+    def __init__(self, machine: Machine, axis_size: int) -> None:
+        self._machine, self._axis_size = machine, axis_size
+        self._direct_costs: dict[tuple[Placement, Placement, int], float] = {}
+        self._total_costs: dict[tuple[Copies, Copies, int], float] = {}
         self._interned_options: dict[Options, Options] = {}
         self._tables: dict[tuple[int, int, int], Table | None] = {}
         self._copies: dict[tuple[int, int], Table | None] = {}
@@ -152,36 +152,37 @@ class ReshardingCosts:
         """Intern options; ``table`` and ``copies`` take interned options only."""
         return self._interned_options.setdefault(options, options)
 
-    def move(self, source: Placement, target: Placement, nbytes: int) -> float:
+    def direct_cost(self, source: Placement, target: Placement, nbytes: int) -> float:
         """Return the cost of redistributing a value of ``nbytes``."""
         key = source, target, nbytes
-        cost = self._move_costs.get(key)
+        cost = self._direct_costs.get(key)
         if cost is None:
-            duration = reshard_seconds(self._machine, source, target, nbytes, self._slices)
-            cost = self._move_costs[key] = ticks(duration)
+            duration = reshard_seconds(self._machine, source, target, nbytes, self._axis_size)
+            cost = self._direct_costs[key] = ticks(duration)
         return cost
 
-    def make(self, available: Copies, wanted: Copies, nbytes: int) -> float:
-        """Return the cost of all wanted placements, made from the available ones.
+    def total_cost(self, available: Copies, wanted: Copies, nbytes: int) -> float:
+        """Return the cost of all wanted placements, converted from the available ones.
 
         One intermediate placement is used if that is cheaper.
         """
         key = available, wanted, nbytes
-        cost = self._make_costs.get(key)
+        cost = self._total_costs.get(key)
         if cost is None:
-            cost = self._direct_cost(available, wanted, nbytes)
+            cost = self._one_step_cost(available, wanted, nbytes)
             if len(wanted) > 1 or math.isinf(cost):  # several wanted, or no direct conversion
                 for intermediate in (Replicate(), *wanted):
-                    first = self._direct_cost(available, (intermediate,), nbytes)
-                    cost = min(
-                        cost, first + self._direct_cost((*available, intermediate), wanted, nbytes)
-                    )
-            self._make_costs[key] = cost
+                    first = self._one_step_cost(available, (intermediate,), nbytes)
+                    rest = self._one_step_cost((*available, intermediate), wanted, nbytes)
+                    cost = min(cost, first + rest)
+            self._total_costs[key] = cost
         return cost
 
-    def _direct_cost(self, available: Copies, wanted: Copies, nbytes: int) -> float:
+    def _one_step_cost(self, available: Copies, wanted: Copies, nbytes: int) -> float:
+        """Return the cost of all wanted placements, each converted directly from the cheapest."""
         return sum(
-            min(self.move(source, target, nbytes) for source in available) for target in wanted
+            min(self.direct_cost(source, target, nbytes) for source in available)
+            for target in wanted
         )
 
     def table(self, have: Options, want: Options, nbytes: int) -> Table | None:
@@ -191,7 +192,7 @@ class ReshardingCosts:
         """
         key = id(have), id(want), nbytes
         if key not in self._tables:
-            costs = np.array([[self.make(h, w, nbytes) for w in want] for h in have])
+            costs = np.array([[self.total_cost(h, w, nbytes) for w in want] for h in have])
             self._tables[key] = costs if costs.any() else None
         return self._tables[key]
 
@@ -202,7 +203,7 @@ class ReshardingCosts:
         """
         key = id(have), nbytes
         if key not in self._copies:
-            costs = np.array([self.make(h[:1], h[1:], nbytes) for h in have], dtype=float)
+            costs = np.array([self.total_cost(h[:1], h[1:], nbytes) for h in have], dtype=float)
             self._copies[key] = costs if costs.any() else None
         return self._copies[key]
 
@@ -210,7 +211,7 @@ class ReshardingCosts:
 # -- factors: the time of nodes, and of redistributions --------------------------------------------
 
 R = Replicate()
-_WHOLE = Annotation(R)
+_REPLICATED = Annotation(R)
 #: Weight of a byte of a value that was broadcast from a smaller one. Such a value can be computed
 #: replicated without communication; sharding it pays only if much work is divided.
 _GROWN_WEIGHT = 4
@@ -280,11 +281,13 @@ class Connections:
     """Variables and factors of a graph, value by value.
 
     Args:
+        metas: of every value.
         entries: the strategies of each node.
+        prices: costs of redistributions.
         grown: values that every rank could compute replicated without communication.
 
     Attributes:
-        kept: see ``Question``.
+        provided: see ``AxisProblem``.
     """
 
     def __init__(
@@ -298,7 +301,7 @@ class Connections:
         self.sizes = [len(entry.strategies) for entry in entries]
         self.factors: list[tuple[Scope, Table]] = []
         self.constant = 0.0
-        self.kept: dict[int, tuple[int, Options]] = {}
+        self.provided: dict[int, tuple[int, Options]] = {}
         self._chains, self._entries, self._prices = chains, entries, prices
         self._kinds = list(map(id, entries))
         self._nbytes = [0 if meta is None else meta.nbytes for meta in metas]
@@ -354,7 +357,7 @@ class Connections:
         entry = self._entries[node]
         if len(entry.costs) == 1:
             self.constant += entry.costs.item()
-        elif entry.works:
+        elif entry.takes_time:
             self.factors.append(((node,), entry.costs))
 
     def _add(self, value: int, connected: _Connected, variables: tuple[int, ...]) -> None:
@@ -366,7 +369,7 @@ class Connections:
         for a, b, table in pairs:
             self.factors.append(((variables[a], variables[b]), table))
         if options is not None:
-            self.kept[value] = variables[-1], options
+            self.provided[value] = variables[-1], options
             self.sizes.append(len(options))
 
     def _connect(
@@ -385,8 +388,8 @@ class Connections:
         kind = "given" if annotation is None else annotation.kind
         sums, options = _Sums(), None
         variable = None if producer is None else 0
-        available = self._produced_options(producer, annotation or _WHOLE, wants)
-        if producer is not None and not producer[1] and self._entries[producer[0]].works:
+        available = self._produced_options(producer, annotation or _REPLICATED, wants)
+        if producer is not None and not producer[1] and self._entries[producer[0]].takes_time:
             sums.charge(0, self._entries[producer[0]].costs)
         if len(wants) > 1 or kind == ("free" if producer is None else "fixed"):
             fixed = annotation.placement if annotation is not None and kind == "fixed" else None
@@ -408,7 +411,7 @@ class Connections:
         for placements in allowed:
             costs = [
                 min(
-                    prices.make(placements_at_hand, (placement,), nbytes)
+                    prices.total_cost(placements_at_hand, (placement,), nbytes)
                     for placement in placements
                 )
                 for placements_at_hand in available
@@ -476,14 +479,14 @@ class Connections:
         return self._prices.options(options)
 
 
-def _provided_placements(maker_options: Options, wants: Sequence[Options]) -> Options:
+def _provided_placements(produced_options: Options, wants: Sequence[Options]) -> Options:
     """Return the options to provide a value in: one placement, or two for several users.
 
     A replicated value serves all users, since shards (and most partial values) are made of it
     without communication, so only a partial value needs a second placement. A shard that the
     producer does not offer is an option only if two users want it.
     """
-    produced = {placement for (placement,) in maker_options}
+    produced = {placement for (placement,) in produced_options}
     if produced == {R}:
         return ((R,),)
     demand = Counter(
@@ -515,7 +518,7 @@ def _provided_placements(maker_options: Options, wants: Sequence[Options]) -> Op
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class AxisProblem:
     """Problem of one axis, with the meaning of its variables."""
 
     problem: Problem  # costs are in ticks (picoseconds)
@@ -523,7 +526,7 @@ class Question:
     entries: Sequence[StrategySet]
     #: value -> (its variable, for each choice the placements provided for its users, in order of
     #: conversion). Any other value is used as produced.
-    kept: Mapping[int, tuple[int, Options]]
+    provided: Mapping[int, tuple[int, Options]]
 
     def strategies(self, solution: Solution) -> list[Strategy]:
         """Return the strategy of each node."""
@@ -531,7 +534,8 @@ class Question:
         return [entry.strategies[choice] for entry, choice in chosen]
 
     def placements(self, solution: Solution) -> dict[int, Copies]:
-        """Return the placements of each value in ``kept``."""
+        """Return the placements of each value in ``provided``."""
         return {
-            v: options[solution.choices[variable]] for v, (variable, options) in self.kept.items()
+            v: options[solution.choices[variable]]
+            for v, (variable, options) in self.provided.items()
         }

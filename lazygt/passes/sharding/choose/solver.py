@@ -74,7 +74,7 @@ class CostTables:
             number = self._of_array[id(table)] = self._intern(table)
         return number
 
-    def part(self, table: int, indices: tuple[int | None, ...]) -> int:
+    def sliced(self, table: int, indices: tuple[int | None, ...]) -> int:
         """Return the number of a slice of a table.
 
         Args:
@@ -86,14 +86,14 @@ class CostTables:
             self._slices[key] = self._intern(self._tables[table][index])
         return self._slices[key]
 
-    def least(self, table: int, axis: int) -> int:
+    def minima(self, table: int, axis: int) -> int:
         """Return the number of the table of minima over one axis."""
         key = ("least", table, axis)
         if key not in self._slices:
             self._slices[key] = self._intern(self._tables[table].min(axis=axis))
         return self._slices[key]
 
-    def turned(self, table: int) -> int:
+    def transposed(self, table: int) -> int:
         """Return the number of the transpose of a table of two axes."""
         number = self._transposes.get(table)
         if number is None:
@@ -101,7 +101,7 @@ class CostTables:
             self._transposes[number] = table
         return number
 
-    def plus(self, a: int, b: int) -> int:
+    def add(self, a: int, b: int) -> int:
         """Return the number of the sum of two tables with the same axes."""
         if a == NONE:
             return b
@@ -321,7 +321,7 @@ class Elimination:
         self._remove(v)
         for scope, table in factors:
             axis = scope.index(v)
-            self._add(scope[:axis] + scope[axis + 1 :], self._tables.least(table, axis))
+            self._add(scope[:axis] + scope[axis + 1 :], self._tables.minima(table, axis))
         self._queue(self._pair_tables[v])
         return factors
 
@@ -345,7 +345,7 @@ class Elimination:
             if not all(map(is_free, scope)):
                 indices = tuple([None if is_free(v) else self._choices[v] for v in scope])
                 scope = tuple(filter(is_free, scope))
-                number = self._tables.part(number, indices)
+                number = self._tables.sliced(number, indices)
             self._add(scope, number)
 
     def _add(self, scope: Sequence[int], table: int) -> None:
@@ -353,16 +353,16 @@ class Elimination:
         tables = self._tables
         if len(scope) == 1:
             (v,) = scope
-            self._unary_tables[v] = tables.plus(self._unary_tables[v], table)
+            self._unary_tables[v] = tables.add(self._unary_tables[v], table)
         elif len(scope) == 2:
             a, b = scope
             neighbours_of_a = self._pair_tables[a]
             if b in neighbours_of_a:
-                table = tables.plus(neighbours_of_a[b], table)
+                table = tables.add(neighbours_of_a[b], table)
             else:
                 self._entries[a] *= self._sizes[b]
                 self._entries[b] *= self._sizes[a]
-            neighbours_of_a[b], self._pair_tables[b][a] = table, tables.turned(table)
+            neighbours_of_a[b], self._pair_tables[b][a] = table, tables.transposed(table)
         elif scope:
             self._add_larger(tuple(scope), table)
         else:

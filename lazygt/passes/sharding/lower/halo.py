@@ -79,7 +79,7 @@ class RowExchange:
                     counts[source, target] = counts.get((source, target), 0) + count
         return tuple([(*pair, counts[pair]) for pair in sorted(counts)])
 
-    def given(self, rank: int) -> list[tuple[int, int]]:
+    def outgoing(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, number of rows) of each piece that a rank sends, ordered by receiver."""
         return [
             (piece.start, piece.rows)
@@ -105,12 +105,12 @@ class RowExchange:
         ]
 
     @property
-    def most(self) -> int:
+    def most_rows_sent(self) -> int:
         """Largest number of rows that one rank sends."""
         return self._largest_send([source for source, _, _ in self.sent])
 
     @property
-    def most_back(self) -> int:
+    def most_rows_returned(self) -> int:
         """Largest number of rows that one rank sends in the reverse exchange."""
         return self._largest_send([target for _, target, _ in self.sent])
 
@@ -121,7 +121,7 @@ class RowExchange:
         return max(of_rank)
 
     @property
-    def is_worth_it(self) -> bool:
+    def has_few_pieces(self) -> bool:
         """True if each rank gets its rows in few pieces."""
         return max(map(len, self.pieces), default=0) <= MOST_PIECES
 
@@ -167,7 +167,7 @@ def rows_between(have: Cut, want: Cut, size: int, axis_size: int) -> RowExchange
     if max(_group_count(have), _group_count(want)) > MOST_PIECES:
         return None
     move = RowExchange(have.dim, ranges_of(have, size, axis_size), ranges_of(want, size, axis_size))
-    return move if move.is_worth_it else None
+    return move if move.has_few_pieces else None
 
 
 @lru_cache(maxsize=1024)

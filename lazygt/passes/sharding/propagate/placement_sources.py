@@ -263,13 +263,13 @@ def find_seeds(
     metas: Metas,
     catalogue: StrategyCatalogue,
     annotations: Mapping[int, Annotation],
-    is_cut_otherwise: Callable[[int, int], bool],
+    is_sharded_otherwise: Callable[[int, int], bool],
 ) -> Seeds:
-    """Return the seeds of a graph.
+    """Return the values of a graph that may be interleaved.
 
     Args:
-        is_cut_otherwise: (value, dim) -> whether another dim of the value is sharded; then the
-            value needs no seed.
+        is_sharded_otherwise: (value, dim) -> whether another dim of the value is sharded; then the
+            value needs no interleaved placement.
     """
     sharded = {
         value: annotation.placement
@@ -283,11 +283,11 @@ def find_seeds(
     nodes = [
         node_number for node_number, number in enumerate(catalogue.numbers) if number in seed_kinds
     ]
-    splits = _SplitValues(metas, catalogue.parts)
+    splits = _SplitValues(metas, catalogue.axis_size)
     for node_number in nodes:
         node = chains.nodes[node_number][0]
         if node.op in _SPLITS and not node.dynamic:
-            splits.add(node, is_cut_otherwise)
+            splits.add(node, is_sharded_otherwise)
     for value, dim in splits.picked:
         search.back_beside(value, dim)
     for value, placement in splits.groups():
@@ -297,7 +297,7 @@ def find_seeds(
         if search.found
         else []
     )
-    embedded = _embedded_gradients(gradients, metas, catalogue.parts)
+    embedded = _embedded_gradients(gradients, metas, catalogue.axis_size)
     return Seeds(search.found, embedded)
 
 
@@ -308,18 +308,18 @@ class _SplitValues:
         picked: (value, dim) pairs with single elements selected along the dim.
     """
 
-    def __init__(self, metas: Metas, parts: int) -> None:
-        self._metas, self._parts = metas, parts
+    def __init__(self, metas: Metas, axis_size: int) -> None:
+        self._metas, self._axis_size = metas, axis_size
         self.picked: set[tuple[int, int]] = set()
         #: (value, dim) -> starts and ends of the pieces
         self._borders: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
 
-    def add(self, node: Node, is_cut_otherwise: Callable[[int, int], bool]) -> None:
+    def add(self, node: Node, is_sharded_otherwise: Callable[[int, int], bool]) -> None:
         """Add the value that a node splits, unless it is sharded along another dim."""
-        call = Call(node, self._metas, self._parts)
+        call = Call(node, self._metas, self._axis_size)
         value, shape = node.refs()[0], call.shape("self")
         dim = call.dim("dim", len(shape))
-        if is_cut_otherwise(value, dim):
+        if is_sharded_otherwise(value, dim):
             return
         if node.op in _PICKS:
             self.picked.add((value, dim))
@@ -403,7 +403,7 @@ class _Search:
         node, refs, _ = self._chains.nodes[number]
         if node.op in views.RESHAPES:
             result_shape, operand_shape = (self._shape(either) for either in (value, refs[0]))
-            source = views.viewed(placement, result_shape, operand_shape, self._catalogue.parts)
+            source = views.viewed(placement, result_shape, operand_shape, self._catalogue.axis_size)
             if source is not None:
                 yield refs[0], source
             return
