@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lazygt.graph import Graph
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
-from lazygt.graph.sizes import LEAST, Resize, sized
+from lazygt.graph.sizes import LEAST, Resize, size_positions
 from lazygt.passes import PIPELINE, Pass, cse, fold, foreach, fuse, guards, lifetime, run_passes
 from lazygt.passes.guards import fits, guard, recorded_guards
 from tests.passes.sized import SIZED, SIZES, layer, recorded
@@ -115,7 +115,7 @@ def veil(graph: Graph) -> Graph:
         return None if shown is None else metas[id(shown)]
 
     def node(shown: Node) -> Node:
-        places = sized(shown.op)
+        places = size_positions(shown.op)
         args = [arg(a) if place in places else a for place, a in enumerate(shown.args)]
         kwargs = [(name, arg(a) if name in places else a) for name, a in shown.kwargs]
         return Node(shown.op, tuple(args), tuple(kwargs), tuple(map(meta, shown.fresh)),

@@ -37,7 +37,7 @@ class _Known:
 
     func: Any
     op: CustomOp
-    fake: Any
+    fake: Any  # its fake kernel, as from `_fake_kernel`
     modules: tuple[str, ...] | None  # modules that workers import for it; None: its code is sent
     #: objects that its code refers to; None: one of them may change unnoticed
     fingerprint: Fingerprint | None

@@ -32,10 +32,10 @@ ANY_DEVICE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunction
 #: Those of them with precedence over a backend's fallback.
 _BEFORE_FALLBACK = ANY_DEVICE[:2]
 #: Namespaces of ops that every process has.
-_TORCHS_OWN = ("aten", "prim", "prims")
+_TORCH_NAMESPACES = ("aten", "prim", "prims")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 #: Names in a library that is linked with torch's.
-_LINKED = (b"libc10", b"libtorch")
+_TORCH_LIBRARY_NAMES = (b"libc10", b"libtorch")
 _REGISTERED_AT = re.compile(r"registered at (.+?):\d+")
 #: module -> its spec at the first query, and True if workers can import it
 _modules: dict[str, tuple[Any, bool]] = {}
@@ -76,7 +76,7 @@ def defined() -> dict[str, Registrations]:
     return _registrations
 
 
-def count() -> int:
+def registration_count() -> int:
     """Return the number of registrations noted."""
     return _count
 
@@ -94,7 +94,7 @@ def note_defined() -> None:
 
 def _is_custom_name(qualname: str) -> bool:
     """Return whether an op is in none of torch's own namespaces."""
-    return qualname.partition("::")[0] not in _TORCHS_OWN
+    return qualname.partition("::")[0] not in _TORCH_NAMESPACES
 
 
 def _record_whole(qualname: str) -> None:
@@ -160,7 +160,7 @@ def _registering_module() -> str:
 
 def is_custom(func: Any) -> bool:
     """Return whether an overload belongs to a custom op: torch alone does not define it."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCHS_OWN:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCH_NAMESPACES:
         return False
     qualname = func.name()
     if qualname in OPDEFS or qualname in torch.library._defs:
@@ -177,13 +177,15 @@ class OpSource:
     kernel: Callable[..., Any] | None
     modules: tuple[str, ...]  # modules that have registered something for it
     libraries: tuple[str, ...] = ()  # shared libraries that may have
-    again: bool = False  # it was defined more than once, so a module may define another version
+    is_redefined: bool = (
+        False  # it was defined more than once, so a module may define another version
+    )
 
     @property
     def can_be_imported(self) -> bool:
         """True if a worker that loads all of it has the same op."""
         named = bool(self.modules or self.libraries)
-        return named and not self.again and all(map(importable, self.modules))
+        return named and not self.is_redefined and all(map(importable, self.modules))
 
 
 def source_of(func: Any, device_type: str) -> OpSource:
@@ -198,7 +200,7 @@ def source_of(func: Any, device_type: str) -> OpSource:
     if defined is not None:
         names = registrations.modules or [defined._init_fn.__module__]
         names = [*names, *([kernel.__module__] if kernel else [])]
-        return OpSource(kernel, tuple(dict.fromkeys(names)), again=registrations.times > 1)
+        return OpSource(kernel, tuple(dict.fromkeys(names)), is_redefined=registrations.times > 1)
     modules = list(registrations.modules)
     if kernel is None and not modules and qualname in torch.library._defs:
         modules = _registered_by(qualname)
@@ -206,14 +208,14 @@ def source_of(func: Any, device_type: str) -> OpSource:
     by_module = [(module_of(path), path) for path in loaded]
     modules += [name for name, _ in by_module if name and name not in modules]
     standalone = tuple(path for name, path in by_module if not name)
-    return OpSource(kernel, tuple(modules), standalone, again=registrations.times > 1)
+    return OpSource(kernel, tuple(modules), standalone, is_redefined=registrations.times > 1)
 
 
 def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:
     """Return the Python kernels of an op by device type; None: a kernel for any device."""
     defined = OPDEFS.get(func.name())
     if defined is not None:
-        return {kind: _plain(kernel) for kind, kernel in defined._backend_fns.items()}
+        return {kind: _unwrapped(kernel) for kind, kernel in defined._backend_fns.items()}
     return {
         None if key in ANY_DEVICE else key.lower(): kernel
         for key, kernel in registrations_of(func.name()).kernels.items()
@@ -225,7 +227,7 @@ def _opname(func: Any) -> str:
     return str(func._schema.name).split("::")[1]
 
 
-def _plain(kernel: Any) -> Any:
+def _unwrapped(kernel: Any) -> Any:
     """Return the user's function inside the wrapper of ``CustomOpDef.register_kernel``."""
     function = getattr(kernel, "__wrapped__", kernel)
     code = getattr(function, "__code__", None)
@@ -253,7 +255,9 @@ def _registered_by(qualname: str) -> list[str]:
 def libraries_with(namespace: str, op: str) -> tuple[str, ...]:
     """Return the loaded libraries, besides torch's own, that contain these names."""
     names = namespace.encode(), op.encode()
-    return tuple(path for path in _loaded() if _linked(path) and _names_all(path, names))
+    return tuple(
+        path for path in _loaded_libraries() if _links_torch(path) and _contains_all(path, names)
+    )
 
 
 def module_of(path: str) -> str:
@@ -265,27 +269,27 @@ def module_of(path: str) -> str:
     return ""
 
 
-def _loaded() -> list[str]:
+def _loaded_libraries() -> list[str]:
     """Return the loaded shared libraries of this process, without torch's."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line}
-    return sorted(p for p in paths - _of_torch() if os.path.isfile(p))
+    return sorted(p for p in paths - _torchs_libraries() if os.path.isfile(p))
 
 
 @cache
-def _of_torch() -> frozenset[str]:
+def _torchs_libraries() -> frozenset[str]:
     """Return the real paths of torch's own libraries, as in ``/proc/self/maps``."""
     files = (os.path.join(_TORCH, "lib", "*"), os.path.join(_TORCH, "*.so"))
     return frozenset(os.path.realpath(file) for pattern in files for file in glob(pattern))
 
 
 @cache
-def _linked(path: str) -> bool:
+def _links_torch(path: str) -> bool:
     """Return whether a library is linked with torch's."""
-    return any(_names_all(path, (name,)) for name in _LINKED)
+    return any(_contains_all(path, (name,)) for name in _TORCH_LIBRARY_NAMES)
 
 
-def _names_all(path: str, names: tuple[bytes, ...]) -> bool:
+def _contains_all(path: str, names: tuple[bytes, ...]) -> bool:
     """Return whether a file contains all these byte strings."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return all(data.find(name) >= 0 for name in names)
