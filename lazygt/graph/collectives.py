@@ -212,7 +212,11 @@ def _producers(graph: Graph) -> list[str]:
 
 
 def _users(graph: Graph) -> dict[int, str]:
-    """Return the op that reads each value first; of a launch, the first reader of its results."""
+    """Return the op that reads each value first.
+
+    The value that a launch gives is read by its wait alone: it gets the op that first reads a
+    result of the wait.
+    """
     users: dict[int, str] = {}
     for node in graph.nodes:
         for value in node.refs():

@@ -153,8 +153,17 @@ _COPIED_RESULTS = ("all_to_all", "send_recv", "take_rows", "put_rows")
 
 
 def _in_receive_buffer(launch: Node, outliving: Sequence[int]) -> list[int]:
-    """List the values of a launch whose results are used in place in its receive buffer."""
-    kind, values, moves, _, _ = launch.args
+    """List the values of a launch whose results are used in place in its receive buffer.
+
+    A block of a later dim than the first is not contiguous there, so it is copied.
+
+    Args:
+        outliving: positions of the results that the wait copies, as they outlive the buffer.
+
+    Returns:
+        Positions among the values.
+    """
+    kind, values, moves, _, _ = launch.args  # of ``moves``, the first entry is the dim
     copied = kind in _COPIED_RESULTS or (kind == "all_gather" and len(values) > 1)
     return [
         position

@@ -139,6 +139,7 @@ def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
 
 
 def _renumbered_arg(arg: Arg, numbers: Mapping[int, int]) -> Arg:
+    """Return an argument with renumbered values; the same object if no number changes."""
     kind = type(arg)
     if kind is Ref:
         index = numbers[arg.index]

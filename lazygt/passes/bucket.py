@@ -377,6 +377,7 @@ class _Buckets:
         return [self.all[number] for number in _topological_order(above, self._start_nodes(above))]
 
     def _single_bucket(self, position: int) -> Bucket:
+        """Return the bucket of one collective, with its bytes on the rank that sends most."""
         bucket = _single_bucket(position, self.collectives[position])
         bucket.nbytes = max(analysis.collectives[position].nbytes for analysis in self.analyses)
         bucket.unit = self.reduced.get(self.collectives[position].node)

@@ -54,8 +54,8 @@ class CommonSubexpressions:
     def run(self, graph: Graph) -> Graph:
         uses = last_uses(graph)
         written = written_through(graph)
-        first: dict[Any, NodeRow] = {}
-        merged: dict[int, int] = {}
+        first: dict[Any, NodeRow] = {}  # key -> the latest node with it that was not merged
+        merged: dict[int, int] = {}  # result of a merged node -> the value that replaces it
         rows = []
         for row in rows_of(graph):
             if not may_merge(row, written):

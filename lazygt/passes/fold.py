@@ -77,6 +77,7 @@ class _Fold:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.metas = graph.values
+        #: values that some node writes
         self.written = written_through(graph)
         #: folded value -> the value that replaces it
         self.replaced: dict[int, int] = {}
@@ -88,6 +89,7 @@ class _Fold:
         self.numbers: dict[int, Number] = {}
 
     def run(self) -> Graph:
+        """Return the folded graph; the given one if nothing is folded."""
         rows = []
         changed = False
         for row in rows_of(self.graph):

@@ -119,12 +119,14 @@ class _Distinct:
         self.calls: set[Any] = set()
 
     def meta(self, meta: TensorMeta | None) -> None:
+        """Add the meta of a value."""
         if meta is not None:
             self.shapes.add(meta.shape)
             self.strides.add(meta.stride)
             self.offsets.add(meta.offset)
 
     def node(self, node: Node) -> None:
+        """Add a node with its results and, if it is fused, its members."""
         self.calls.update(_calls(node))
         for meta in node.results:
             self.meta(meta)

@@ -130,7 +130,7 @@ def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) 
         if unit < len(old):
             rows.append(old[unit])
             continue
-        number, half = divmod(unit - len(old), 2)
+        number, half = divmod(unit - len(old), 2)  # half 0 is the bucket's launch, 1 its wait
         members = [old[analysis.collectives[position].node] for position in order[number].members]
         in_flight = len(metas) + number
         halves = _launch_and_wait(members, analysis, order[number], in_flight, mesh, metas)

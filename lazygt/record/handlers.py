@@ -162,7 +162,7 @@ def to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _from_host(recorder: OpRecorder, source: torch.Tensor, kwargs: Kwargs) -> Any:
-    """Upload for ``cpu.to("lazygt")``, where torch lets the op reach the device it names."""
+    """Upload the source of ``cpu.to("lazygt")``, converted on the client."""
     host = source.cpu()
     dtype = kwargs.get("dtype") or host.dtype
     memory_format = kwargs.get("memory_format") or torch.preserve_format

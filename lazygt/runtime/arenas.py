@@ -142,7 +142,7 @@ class Arena:
             self._bytes_in_use += size
 
     def put(self, source: torch.Tensor, *, non_blocking: bool = False) -> Slot:
-        """Copy a tensor of any strides into a new slot, contiguously. One copy, many threads.
+        """Copy a tensor of any strides into a new slot, contiguously, by several threads.
 
         Args:
             non_blocking: return before a GPU has made the copy, as ``Tensor.copy_`` may.

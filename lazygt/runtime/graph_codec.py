@@ -29,6 +29,7 @@ def encode_graph(graph: Graph, flags: Flags = ()) -> bytes:
 
 
 def _graph_fields(graph: Graph) -> tuple[Any, ...]:
+    """Return a graph as the tuple that is encoded; bodies of fused nodes are such tuples, too."""
     nodes = [
         (n.op, n.args, n.kwargs, n.fresh, n.writes, n.written, n.dynamic,
          None if n.body is None else _graph_fields(n.body))
@@ -111,6 +112,7 @@ def _graph_from(fields: _GraphFields | _ProgramFields, takes: Kinds) -> Graph:
 
 
 def _node_from(fields: _NodeFields, takes: Kinds) -> Node:
+    """Return the node of decoded fields, with its arguments checked."""
     op, args, kwargs, fresh, writes, written, dynamic, body = msgspec.structs.astuple(fields)
     if kwargs:
         for name, _ in kwargs:

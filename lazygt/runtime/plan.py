@@ -190,6 +190,7 @@ class Plan:
 
     @cached_property
     def _template_and_sizes(self) -> tuple[PlanTemplate, Sizes]:
+        """The plan's graph with symbolic sizes, and its own sizes."""
         if self._form is not None:
             return self._form
         assert self._graph is not None

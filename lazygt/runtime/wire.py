@@ -160,6 +160,7 @@ def tuples(value: Any) -> Any:
 
 
 def _to_ext(value: Any) -> msgpack.Ext:
+    """Return the msgpack extension of a value of lazygt's, torch's or Python's complex type."""
     kind = type(value)
     code = _NUMBERED.get(kind)
     if code is not None:
@@ -179,6 +180,7 @@ def _numbered_ext(code: int, index: int) -> msgpack.Ext:
 
 @lru_cache(maxsize=16384)
 def _cached_ext(value: Any) -> msgpack.Ext:
+    """Return the extension of a torch name, the device, or a meta, which recur often."""
     if isinstance(value, TORCH_NAMES):
         return msgpack.Ext(_TORCH, str(value).encode())
     if value is DEVICE:
@@ -189,6 +191,7 @@ def _cached_ext(value: Any) -> msgpack.Ext:
 
 
 def _from_ext(code: int, data: memoryview) -> Any:
+    """Return the value of an extension, from the cache if it has been decoded before."""
     key = code, data.tobytes()
     try:
         return _VALUES[key]
@@ -201,6 +204,11 @@ def _from_ext(code: int, data: memoryview) -> Any:
 
 
 def _value_from(code: int, data: bytes) -> Any:
+    """Decode an extension.
+
+    Raises:
+        ProtocolError: its type is unknown, or its data are no value of the type.
+    """
     if len(data) > _EXT_BYTES:
         raise ProtocolError(f"an extension of {len(data)} bytes; {_EXT_BYTES} are the most")
     if code == _REF:
@@ -240,6 +248,7 @@ class _MetaFields(NamedTuple):
 
 
 def _meta_fields(meta: TensorMeta) -> _MetaFields:
+    """Return a meta in the form in which it is encoded."""
     usual = meta.plain or meta.stride == contiguous_stride(meta.shape)
     stride = None if usual else meta.stride
     flags = ((meta.conj and 1) or 0) | ((meta.neg and 2) or 0)
@@ -247,6 +256,7 @@ def _meta_fields(meta: TensorMeta) -> _MetaFields:
 
 
 def _meta_from(data: bytes) -> TensorMeta:
+    """Decode and check a meta."""
     try:
         dtype, shape, stride, offset, flags = msgpack.decode(data, type=_MetaFields)
         if stride is not None and len(stride) != len(shape):

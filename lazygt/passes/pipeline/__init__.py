@@ -363,6 +363,7 @@ def _stage_of_placement(placement: Placement, axis: str) -> int | None:
 
 
 def _sharded_error(axis: str) -> ValueError:
+    """Return the error for a value that is sharded along the axis of the stages."""
     return ValueError(
         f"a value is cut along axis {axis!r} of the mesh, along which the program has stages; "
         f"place it as Replicate() there"

@@ -63,6 +63,7 @@ class _Assignment:
         self._current: int | None = None
 
     def run(self) -> Stages:
+        """Walk the nodes; see ``assign``."""
         for number, (node, results) in enumerate(self._graph.numbered()):
             stage = (
                 self._stage_of_mark(node)

@@ -366,6 +366,11 @@ def _check(
     annotations: Mapping[int, Annotation],
     outputs: Sequence[Collection[Placement] | None],
 ) -> None:
+    """Raise ValueError for annotations or outputs that the graph does not have.
+
+    Args:
+        count: number of values of the graph.
+    """
     for value in annotations:
         if not 0 <= value < count:
             raise ValueError(f"an annotation for %{value}, but the graph has %0 to %{count - 1}")

@@ -114,6 +114,7 @@ def _sharded_optimizer_state(
         and any(isinstance(placement, Shard) for placement in sharding.placements)
     }  # fmt: skip
     for node, pass_number in zip(graph.nodes, pass_of, strict=True):
+        # backward passes have odd numbers, and what follows the last one is the optimizer
         if pass_number % 2 or pass_number < last:
             for value in node.refs():
                 state.pop(value, None)

@@ -84,6 +84,7 @@ class _Regather:
         self._count = len(self._metas)
 
     def run(self) -> Graph:
+        """Return the rewritten graph. The first pass keeps its operands, later ones get copies."""
         last = 0
         for row, pass_number in zip(
             rows_of(self._graph), pass_numbers(self._graph, self._backward), strict=True

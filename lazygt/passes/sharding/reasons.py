@@ -84,6 +84,7 @@ def decisions_text(steps: Sequence[AxisStep]) -> tuple[Graph, list[str]]:
 
 
 def _text(placements: Decisions) -> str:
+    """Return a node's decisions as `decisions_text` shows them; empty if there are none."""
     shown = [
         f"{axis}: {' -> '.join(map(str, on_axis))}"
         for axis, on_axis in placements.items()

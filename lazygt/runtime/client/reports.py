@@ -96,7 +96,7 @@ class Installs:
         send_message: sends a rank a message.
 
     Attributes:
-        pending: (artifact, host) of unanswered requests.
+        pending: (key of the artifact, host) of unanswered requests.
         error: a host's reason against compiled code; empty: none was reported.
     """
 

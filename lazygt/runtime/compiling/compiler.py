@@ -199,6 +199,11 @@ def leave_only_spare_time(pid: int) -> None:
 
 
 def _start(cache: Path) -> subprocess.Popen[bytes]:
+    """Start the compile process, which leaves the processors to everything else.
+
+    Args:
+        cache: directory of the artifacts.
+    """
     # why: a session loads its launcher when it opens, not when lazygt is imported
     from lazygt.runtime.launch.launcher import same_package
 

@@ -218,7 +218,7 @@ class CudaGraphs:
             graph.capture_end()
         if self.device.type == "cuda":
             index = self.device.index or torch.cuda.current_device()
-            with contextlib.suppress(RuntimeError):  # capture_end has come so far
+            with contextlib.suppress(RuntimeError):  # capture_end may have ended it already
                 torch._C._cuda_endAllocateToPool(index, self._pool)
         # before torch 2.13 the generator stays in capture mode until another capture ends
         with contextlib.suppress(RuntimeError), warnings.catch_warnings():

@@ -257,6 +257,7 @@ class _Timed(CheckedInterpreter):
         self._steps = list(_first_steps(self.schedule))
 
     def _node(self, number: int, node: Node, /, *rest: Any) -> None:
+        """Run a node; append (first step, number of steps, begin, end in ns) to ``times``."""
         first, after = self._steps[number : number + 2]
         if self.mark is not None:
             self.mark(first)

@@ -456,6 +456,7 @@ class _SyncFinder(CheckedInterpreter):
     synchronizing: set[int]  # numbers of the nodes, added to
 
     def _node(self, number: int, node: Node, /, *rest: Any) -> None:
+        """Run a node, first with synchronization forbidden; if that fails, run it as usual."""
         if not node.writes and capturable(node) and not draws(node):
             try:
                 with self.graphs.forbid_synchronization():

@@ -454,6 +454,7 @@ class CheckedInterpreter:
 
 
 def _meta_mismatch(node: Node, value: torch.Tensor, meta: TensorMeta) -> GraphError:
+    """Return the error for a result that has another shape or dtype than was inferred."""
     title, _, custom = node.op.partition("@")
     source = "its fake kernel" if custom else f"torch's meta kernel of {title}"
     remedy = "mend that (torch.library.register_fake)" if custom else "please report this"

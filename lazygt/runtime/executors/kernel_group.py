@@ -59,6 +59,7 @@ def _threshold_backward(grad: Tensor, of: Tensor, threshold: Any) -> Tensor:
 
 def _var(x: Tensor, dims: Sequence[int] | None = None, *, correction: Any, keepdim: bool = False
          ) -> Tensor:  # fmt: skip
+    # the correction is a tensor, which ``torch.var`` does not take
     dims = list(dims or range(x.dim()))
     biased = torch.var(x, dims, correction=0, keepdim=keepdim)
     count = x.numel() / max(biased.numel(), 1)
@@ -328,6 +329,11 @@ class KernelGroup:
         return "\n".join(lines)
 
     def _shape_text(self, meta: TensorMeta, dynamic: tuple[int, ...]) -> str:
+        """Return what the compiled code depends on of an input's meta.
+
+        Args:
+            dynamic: its dims of any size.
+        """
         if self.flat:
             return str(meta.dtype)
         if not dynamic:

@@ -296,6 +296,7 @@ class SourceProgram:
         kwargs: Sequence[tuple[str, Arg]],
         returns: ReturnSlots,
     ) -> None:
+        """Emit a call of a Python kernel, and the assignment of what it returns."""
         values = [self.arg(arg) for arg in args]
         values += [f"{name}={self.arg(arg)}" for name, arg in kwargs]
         call = f"{self.kernel(kernel)}({', '.join(values)})"
@@ -333,6 +334,7 @@ class SourceProgram:
         return name
 
     def arg(self, arg: Arg) -> str:
+        """Return the Python expression of a node's argument."""
         kind = type(arg)
         if kind is Ref:
             return self.slot(arg.index)

@@ -380,6 +380,7 @@ class Worker:
         assert run.digest is not None
         executor, known = self.plans.executor(run.digest), self.plans.known[run.digest]
         assert executor is not None
+        # the message has only the ids that are not predicted from the plan's last run
         ids = known.inputs.decode(run.inputs, run.base)
         frees = known.frees.decode(run.frees, run.base)
         if run.params is not None:

@@ -137,6 +137,7 @@ class CostTables:
     def _sum(
         self, tables: tuple[int, ...], shape: Scope, larger: Iterable[tuple[int, Scope]]
     ) -> Summed:
+        """Compute ``summed``: broadcast each table to the shape of the sum, add, minimise."""
         terms = [(tables[0], (0,)), *[(t, (0, axis)) for axis, t in enumerate(tables[1:], 1)]]
         terms = [(number, axes) for number, axes in terms if number != NONE]
         if not shape:
@@ -309,7 +310,11 @@ class Elimination:
         return self._tables.summed(key, tuple([self._sizes[u] for u in axis_of]), larger)
 
     def _relax(self, v: int) -> list[tuple[Scope, int]]:
-        """Minimise each factor over ``v`` separately, which relaxes the problem; return them."""
+        """Minimise each factor over ``v`` separately and remove ``v``; return the factors.
+
+        A sum of minima is at most the minimum of the sum, so the rest of the problem has a lower
+        bound of the cost as its optimum (mini-bucket elimination).
+        """
         factors = [
             ((v,), self._unary_tables[v]),
             *[((v, u), table) for u, table in self._pair_tables[v].items()],
@@ -463,6 +468,7 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> float:
 
 
 def _check(problem: Problem) -> None:
+    """Raise ValueError for a variable without choices, or a table of another shape than due."""
     sizes = problem.sizes
     if min(sizes, default=1) < 1:
         raise ValueError(f"variable {sizes.index(min(sizes))} has no choices")

@@ -115,6 +115,11 @@ class RowExchange:
         return self._largest_send([target for _, target, _ in self.sent])
 
     def _largest_send(self, senders: Sequence[int]) -> int:
+        """Return the rows of the rank that sends most.
+
+        Args:
+            senders: for each piece in ``sent``, the rank that sends it.
+        """
         of_rank = [0] * len(self.have)
         for sender, (_, _, count) in zip(senders, self.sent, strict=True):
             of_rank[sender] += count
@@ -172,7 +177,9 @@ def rows_between(have: Cut, want: Cut, size: int, axis_size: int) -> RowExchange
 
 @lru_cache(maxsize=1024)
 def blocks_of_each(sizes: tuple[int, ...], axis_size: int) -> tuple[Ranges, ...]:
-    """Return each rank's blocks of several tensors, with the rows of all tensors numbered in turn.
+    """Return for each rank the ranges of its blocks of several concatenated tensors.
+
+    Each tensor is sharded by itself; its rows are numbered after those of the tensors before it.
 
     Args:
         sizes: number of rows of each tensor.

@@ -353,8 +353,11 @@ def _grouped_placement(borders: Collection[int], dim: int, size: int) -> Strided
 class _Search:
     """Backward search for values that the user sharded.
 
+    Args:
+        sharded: those values, with the user's placements.
+
     Attributes:
-        found: see ``Seeds.values``.
+        found: value -> the interleaved placements in which it is also useful.
     """
 
     def __init__(
@@ -365,8 +368,9 @@ class _Search:
         sharded: Mapping[int, Shard],
     ) -> None:
         self.found: dict[int, set[StridedShard]] = {}
-        self._chains, self._metas, self._catalogue, self._cut = chains, metas, catalogue, sharded
-        self._seen: set[tuple[int, Cut]] = set()
+        self._chains, self._metas, self._catalogue = chains, metas, catalogue
+        self._sharded = sharded
+        self._visited: set[tuple[int, Cut]] = set()
 
     def back_beside(self, value: int, dim: int) -> None:
         """Search from the dim after one with selected elements, if a view produced both dims."""
@@ -385,10 +389,10 @@ class _Search:
         stack = [(value, placement)]
         while stack:
             value, placement = stack.pop()
-            if (value, placement) in self._seen:
+            if (value, placement) in self._visited:
                 continue
-            self._seen.add((value, placement))
-            user_placement = self._cut.get(value)
+            self._visited.add((value, placement))
+            user_placement = self._sharded.get(value)
             if user_placement is None:
                 stack += self._sharded_operands(value, placement)
             elif isinstance(placement, StridedShard) and placement.dim == user_placement.dim:

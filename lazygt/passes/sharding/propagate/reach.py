@@ -79,6 +79,7 @@ class Bits:
         return partial_bit(placement) | self.shard_bit(placement)
 
     def _interleaved_bit(self, placement: StridedShard) -> int:
+        """Return the bit of an interleaved placement, which gets one on first use."""
         bit = self._bit_of.get(placement)
         if bit is None:
             bit = self._bit_of[placement] = 1 << _FIRST + 2 * len(self._bit_of) + 1
@@ -297,7 +298,14 @@ class Reach:
     # -- placements through one node -----------------------------------------------------
 
     def passed(self, kind: int, masks: Masks) -> Masks:
-        """Return the placements that a node propagates to each operand, then to each result."""
+        """Return the placements that a node propagates to each operand, then to each result.
+
+        They are those of its strategies that the operands' placements reach.
+
+        Args:
+            kind: number of the node's strategy set in the catalogue.
+            masks: the placements reached so far of each operand.
+        """
         passed = self._passed_cache.get((kind, masks))
         if passed is None:
             strategies = [
