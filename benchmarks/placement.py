@@ -28,7 +28,7 @@ from lazygt.passes import run_passes
 from lazygt.passes.cse import CommonSubexpressions, DeadCode
 from lazygt.passes.fold import Fold
 from lazygt.passes.sharding.axis import build_problem
-from lazygt.passes.sharding.choose import Question
+from lazygt.passes.sharding.choose import AxisProblem
 from lazygt.passes.sharding.choose.solver import Solution, solve
 from lazygt.passes.sharding.marks import Annotation
 from lazygt.passes.sharding.rules import has_rule, strategies_of
@@ -105,7 +105,7 @@ CASES: tuple[tuple[str, Callable[[Graph], Annotations], bool], ...] = (
 class Chosen(NamedTuple):
     """One choice of placements, and the seconds of CPU time that it took."""
 
-    question: Question
+    question: AxisProblem
     solution: Solution
     build: float
     solve: float

@@ -197,7 +197,7 @@ class Session:
                 self.recorder.generator.restore_host_state()
                 recorder, uploaded = self.recorder, self._client.counts.bytes_uploaded
                 if not (recorder.ops or recorder.has_numbers or uploaded):
-                    self.idle.ended_unused()
+                    self.idle.warn_unused()
         finally:
             self._end()
 
@@ -409,7 +409,7 @@ class Session:
     def _check_entered(self) -> None:
         """Warn if the session was never entered; raise NoSession if it is closed."""
         if not self.idle.entered:
-            self.idle.used()
+            self.idle.warn_if_never_entered()
         self._check_open()
 
     def _check_open(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lazygt
-from lazygt.record.annotate import stored_now
+from lazygt.record.annotate import current_sharding
 
 
 @pytest.mark.parametrize("name", lazygt.__all__)
@@ -59,7 +59,7 @@ def test_former_keyword_of_fixed_placements_warns() -> None:
         ):
             former = lazygt.distribute(t, {"data": lazygt.Shard(0)}, pinned=True)
         now = lazygt.distribute(t, {"data": lazygt.Shard(0)}, fixed=True)
-        assert stored_now(former) == stored_now(now)
+        assert current_sharding(former) == current_sharding(now)
         with pytest.raises(TypeError, match=r"^distribute\(\) got fixed, and pinned, which is its"):
             lazygt.distribute(t, {"data": lazygt.Shard(0)}, fixed=True, pinned=False)
 

@@ -24,19 +24,27 @@ from lazygt.graph.node import Arg, Graph, Node, Ref
 from lazygt.graph.ops import DISJOINT, OpFacts, facts, overload, viewed_argument
 from lazygt.graph.placement import COLLECTIVES, POINT_TO_POINT
 
-#: ``write_back(base, value, chain)``: base with the region that the chain views replaced.
+#: ``write_back(base, value, chain)``: base with the region that the chain views replaced. A *view
+#: chain* has the view ops from a base to a view, each as ``view_step`` returns it.
 WRITE_BACK = "lazygt.write_back"
 
+#: A view op of a chain, see ``view_step``.
 ViewStepKey = tuple[str, int, tuple[Arg, ...], tuple[tuple[str, Arg], ...], int]
 
+#: Modes of a write, see ``Writes.modes``.
 COPY, IN_PLACE, DONE = "copy", "in place", "done"
-_NEVER = 1 << 60
+_NEVER = 1 << 60  # last use of an output
 
 
 def view_step(
     op: str, position: int, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], which: int
 ) -> ViewStepKey:
-    """Return a view op without its operand: (op, operand's position, args, kwargs, result used)."""
+    """Return a view op without its operand: (op, operand's position, args, kwargs, result used).
+
+    Args:
+        position: position of the viewed operand among ``args``.
+        which: index of the view among the op's results.
+    """
     return op, position, (*args[:position], None, *args[position + 1 :]), kwargs, which
 
 
@@ -47,7 +55,8 @@ class Writes:
     #: for each node, one mode a written value (for ``write_back``: of its base): COPY first,
     #: IN_PLACE, or DONE (a ``write_back`` of a view that was written in place)
     modes: tuple[tuple[str, ...], ...]
-    owned_inputs: tuple[int, ...]  # inputs that are overwritten: the run must own them or copy them
+    #: positions in ``inputs`` that are written in place: the run copies those that others may read
+    overwritten_inputs: tuple[int, ...]
     #: positions in ``outputs`` that share memory with something that outlives the run, so that they
     #: must be copied out
     copied_outputs: tuple[int, ...]
@@ -135,7 +144,7 @@ class Aliases:
 
     Attributes:
         memory: value -> number of its memory: the first value in it.
-        owned: inputs that the run must own, because a node up to here overwrites them.
+        overwritten: inputs that a node up to here writes in place.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -149,14 +158,14 @@ class Aliases:
         self.derived: dict[int, tuple[int, tuple[ViewStepKey, ...]]] = {}
         #: write_back nodes that a write in place has made superfluous
         self.done: set[int] = set()
-        self.owned: set[int] = set()
+        self.overwritten: set[int] = set()
 
     def run(self) -> Writes:
         """Analyse all nodes; return the modes of all writes."""
         modes = []
         for number, (node, results) in enumerate(self.graph.numbered()):
             modes.append(self.visit(number, node, results))
-        return Writes(tuple(modes), tuple(sorted(self.owned)), self._outputs())
+        return Writes(tuple(modes), tuple(sorted(self.overwritten)), self._outputs())
 
     def visit(self, number: int, node: Node, results: range) -> tuple[str, ...]:
         """Analyse the next node; return the mode of each of its writes."""
@@ -191,8 +200,8 @@ class Aliases:
     def dies(self, value: int) -> bool:
         """Return whether a value's memory is the run's own and unread after its last use."""
         memory = self.memory[value]
-        owned = memory >= len(self.graph.inputs) or memory in self.owned
-        return owned and all(
+        is_own = memory >= len(self.graph.inputs) or memory in self.overwritten
+        return is_own and all(
             self.uses[member] <= self.uses[value] for member in self.members[memory]
         )
 
@@ -207,14 +216,24 @@ class Aliases:
         self.members[memory].append(value)
 
     def _read_later(self, value: int, number: int, exempt: tuple[int, ...] = ()) -> bool:
-        """Return whether a value in the memory of ``value`` is read after node ``number``."""
+        """Return whether a value in the memory of ``value`` is read after node ``number``.
+
+        Values that are not read later are dropped from the alias set.
+
+        Args:
+            exempt: values whose reads do not count.
+        """
         memory = self.memory[value]
         alive = [member for member in self.members[memory] if self.uses[member] > number]
         self.members[memory] = alive
         return any(member not in exempt for member in alive)
 
     def _write(self, number: int, target: int, version: int) -> str:
-        """Return the mode of a write to ``target`` that makes ``version``."""
+        """Return the mode of a write to ``target`` that makes ``version``; record its memory.
+
+        In place if nothing reads the memory later, except a ``write_back`` of the new version,
+        which is then superfluous.
+        """
         if not self._read_later(target, number):
             self._reuse_memory(target, version)
             return IN_PLACE
@@ -249,10 +268,10 @@ class Aliases:
             self.derived[version] = self.derived[target]
         memory = self.memory[target]
         if memory < len(self.graph.inputs):
-            self.owned.add(memory)
+            self.overwritten.add(memory)
 
     def _write_back(self, number: int, node: Node, result: int) -> str:
-        """Return the mode of a ``write_back`` node."""
+        """Return the mode of a ``write_back`` node; record the memory of its result."""
         base, value = node.args[0].index, node.args[1].index
         if number in self.done:
             mode = DONE
@@ -270,8 +289,8 @@ class Aliases:
         copied, returned = [], set()
         for position, value in enumerate(self.graph.outputs):
             memory = self.memory[value]
-            borrowed = memory < len(self.graph.inputs) and memory not in self.owned
-            if borrowed or memory in returned:
+            is_inputs_memory = memory < len(self.graph.inputs) and memory not in self.overwritten
+            if is_inputs_memory or memory in returned:
                 copied.append(position)
             returned.add(memory)
         return tuple(copied)

@@ -61,7 +61,7 @@ class Communication:
     nbytes: int
     mesh_dim: str  # the axis of the mesh along which ranks meet
     source: str  # the user's ``file:line``
-    why: str  # the op that made the moved value, and the op that reads it
+    why: str  # text with the op that produced the moved value, and the op that reads it
     ranks: int = 1  # the number that meet; 1 where the mesh is not known
 
     @property
@@ -130,7 +130,7 @@ def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, 
     if all(node.op not in _EXCHANGES for node in graph.nodes):
         return {}
     values = graph.values
-    makers = _makers(graph)
+    producers = _producers(graph)
     users = _users(graph)
     return {
         number: Communication(
@@ -139,7 +139,7 @@ def communications_by_node(graph: Graph, mesh: Mesh | None = None) -> dict[int, 
             _payload(node, values),
             node.args[-1],
             graph.line(number),
-            _reason(node, makers, next((users.get(value) for value in results), None)),
+            _reason(node, producers, next((users.get(value) for value in results), None)),
             1 if mesh is None else mesh.size(node.args[-1]),
         )
         for number, (node, results) in enumerate(graph.numbered())
@@ -203,16 +203,20 @@ def _packed_bytes(node: Node, position: int, values: Sequence[TensorMeta | None]
     return nbytes
 
 
-def _makers(graph: Graph) -> list[str]:
-    """Return the op that made each value."""
-    makers = ["an input"] * len(graph.inputs)
+def _producers(graph: Graph) -> list[str]:
+    """Return the op that computes each value."""
+    producers = ["an input"] * len(graph.inputs)
     for node in graph.nodes:
-        makers += [node.op] * len(node.results)
-    return makers
+        producers += [node.op] * len(node.results)
+    return producers
 
 
 def _users(graph: Graph) -> dict[int, str]:
-    """Return the op that reads each value first; of a launch, the first reader of its results."""
+    """Return the op that reads each value first.
+
+    The value that a launch gives is read by its wait alone: it gets the op that first reads a
+    result of the wait.
+    """
     users: dict[int, str] = {}
     for node in graph.nodes:
         for value in node.refs():
@@ -226,26 +230,32 @@ def _users(graph: Graph) -> dict[int, str]:
     return users
 
 
-def _reason(node: Node, makers: Sequence[str], user: str | None) -> str:
-    """Return the text of ``Communication.why``."""
+def _reason(node: Node, producers: Sequence[str], user: str | None) -> str:
+    """Return the text of ``Communication.why``.
+
+    Args:
+        producers: the op that computes each value.
+        user: the op that reads the collective's result; None: it is an output.
+    """
     if node.op == RECV:
         return f"receives from rank {node.args[0]} of the axis, for {user or 'the result'}"
     operands = node.args[1] if node.op in _LAUNCHES else node.args[:1]
-    maker = makers[operands[0].index]
+    producer = producers[operands[0].index]
     if node.op == SEND:
-        return f"sends to rank {node.args[1]} of the axis what it made with {maker}"
+        return f"sends to rank {node.args[1]} of the axis what it made with {producer}"
     others_text = f" and {len(operands) - 1} more" if len(operands) > 1 else ""
     others_text = "" if _purpose(node) in _INDEXED else others_text
-    return f"{_PURPOSE[_purpose(node)]} {maker}{others_text}, for {user or 'the result'}"
+    return f"{_PURPOSE[_purpose(node)]} {producer}{others_text}, for {user or 'the result'}"
 
 
 # -- layout of flat buffers ------------------------------------------------------------------------
 #
-# Every value has a slot. A slot has the same length on every rank of the axis, although blocks may
-# differ: its length is that of the largest block, the first. Slots begin at multiples of ``ALIGN``
-# bytes, the alignment of vectorized kernels.
+# A bucket of several values is sent as one flat buffer, in which every value has a slot. A slot has
+# the same length on every rank of the axis, although blocks may differ: its length is that of the
+# largest block, the first. Slots begin at multiples of ``ALIGN`` bytes, the alignment of vectorized
+# kernels.
 
-#: Bytes.
+#: Alignment of slots, in bytes.
 ALIGN = 64
 
 
@@ -269,7 +279,8 @@ def slots(
     Args:
         kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
         shapes: shapes of the operands.
-        moves: see ``graph.placement``; not read for an all-reduce.
+        moves: for each value ``(dim, size)`` of an all-gather, ``(dim,)`` of a reduce-scatter, as
+            a launch has them (see ``graph.placement``); not read for an all-reduce.
         axis_size: number of ranks on the axis.
         itemsize: bytes of an element.
     """
@@ -277,7 +288,8 @@ def slots(
         lengths = tuple([math.prod(shape) for shape in shapes])
     else:
         lengths = tuple([
-            _block(shape, move, axis_size) for shape, move in zip(shapes, moves, strict=True)
+            _largest_block(shape, move, axis_size)
+            for shape, move in zip(shapes, moves, strict=True)
         ])  # fmt: skip
     if len(lengths) == 1:
         return Slots((0,), lengths, lengths[0])
@@ -301,8 +313,14 @@ def buffer_length(kind: str, axis_size: int, total: int, count: int = 1) -> int:
     return axis_size * total if kind == "all_gather" or packed else total
 
 
-def _block(shape: Sequence[int], move: Sequence[int], axis_size: int) -> int:
-    """Return the elements of the largest block of a value sharded along a dim (the first block)."""
+def _largest_block(shape: Sequence[int], move: Sequence[int], axis_size: int) -> int:
+    """Return the number of elements of the largest block of a sharded value, the first one.
+
+    Args:
+        shape: shape of the operand: of this rank's block for an all-gather, else of the full value.
+        move: ``(dim, size)``: the sharded dim and its global size; ``(dim,)``: the operand is full.
+        axis_size: number of ranks that share the dim.
+    """
     dim, *size = move
     rest = math.prod([length for position, length in enumerate(shape) if position != dim])
     return rest * block_size(size[0] if size else shape[dim], axis_size, 0)

@@ -61,8 +61,8 @@ _DTYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16
                      torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
 _FULL_PRECISION = (torch.float32, torch.float64)
 
-#: Places of run-time numbers: functional overload -> positions and keywords. No exponents: torch
-#: multiplies for 2 and 3 and takes roots for 0.5, compiled code takes logarithms.
+#: Arguments that may be run-time numbers: functional overload -> positions and keywords. No
+#: exponents: torch multiplies for 2 and 3 and takes roots for 0.5, compiled code takes logarithms.
 NUMBERS: dict[str, tuple[int | str, ...]] = {
     "aten.add.Tensor": (1, "alpha"),
     "aten.sub.Tensor": (1, "alpha"),
@@ -114,7 +114,7 @@ def is_fusible(node: Node, metas: Metas) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_pointwise(op: str) -> bool:
-    """Return whether each result element depends on the operands' elements at its place alone."""
+    """Return whether each result element depends on its position's operand elements alone."""
     if op in _COPIES:
         return True
     if op.startswith("lazygt.") or "_foreach" in op or "@" in op:
@@ -142,7 +142,9 @@ def _has_ordinary_tensors(node: Node, metas: Metas) -> bool:
 
 @lru_cache(maxsize=4096)
 def pure_form(op: str) -> tuple[str, str]:
-    """Return the functional overload of a pointwise op or reduction, and the dropped keyword.
+    """Return the functional overload of a pointwise op or reduction, and the keyword it lacks.
+
+    The keyword is that of an ``out=`` overload; empty for others.
 
     Raises:
         KeyError: no functional overload exists.

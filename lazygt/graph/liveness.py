@@ -1,4 +1,8 @@
-"""Liveness: the values alive at each node of a graph, their bytes, and the peak."""
+"""Liveness: the values alive at each node of a graph, their bytes, and the peak.
+
+The *home* of a value stands for its memory: the first value in the same memory. A *pack* is the
+temporary buffer into which a launch copies several values that it sends together.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ class DefUse(NamedTuple):
     nodes: Sequence[tuple[Node, tuple[int, ...], range]]
     params: tuple[str, ...]  # the kinds of the run-time numbers
     #: for each value (number of its producer, index of the result); None for an input
-    makers: Sequence[tuple[int, int] | None]
+    producers: Sequence[tuple[int, int] | None]
     #: for each value: number of a node that reads it -> positions of the operands
     users: Sequence[Mapping[int, Positions]]
 
@@ -34,18 +38,18 @@ class DefUse(NamedTuple):
 def def_use(graph: Graph) -> DefUse:
     """Return the def-use chains of a graph."""
     nodes = []
-    makers: list[tuple[int, int] | None] = [None] * len(graph.inputs)
+    producers: list[tuple[int, int] | None] = [None] * len(graph.inputs)
     users: list[dict[int, Positions]] = [{} for _ in graph.inputs]
     for number, (node, results) in enumerate(graph.numbered()):
         refs = node.refs()
         nodes.append((node, refs, results))
         for position in range(len(results)):
-            makers.append((number, position))
+            producers.append((number, position))
             users.append({})
         for position, value in enumerate(refs):
             readers = users[value]
             readers[number] = (*readers[number], position) if number in readers else (position,)
-    return DefUse(nodes, graph.params, makers, users)
+    return DefUse(nodes, graph.params, producers, users)
 
 
 # -- liveness: the values alive at each node of a graph, their bytes, and the peak -----------------
@@ -149,8 +153,17 @@ _COPIED_RESULTS = ("all_to_all", "send_recv", "take_rows", "put_rows")
 
 
 def _in_receive_buffer(launch: Node, outliving: Sequence[int]) -> list[int]:
-    """List the values of a launch whose results are used in place in its receive buffer."""
-    kind, values, moves, _, _ = launch.args
+    """List the values of a launch whose results are used in place in its receive buffer.
+
+    A block of a later dim than the first is not contiguous there, so it is copied.
+
+    Args:
+        outliving: positions of the results that the wait copies, as they outlive the buffer.
+
+    Returns:
+        Positions among the values.
+    """
+    kind, values, moves, _, _ = launch.args  # of ``moves``, the first entry is the dim
     copied = kind in _COPIED_RESULTS or (kind == "all_gather" and len(values) > 1)
     return [
         position

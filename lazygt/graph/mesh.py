@@ -41,8 +41,9 @@ class Sharding(NamedTuple):
     """Placement of a value between two runs."""
 
     placements: Placements
-    fixed: bool = False  # the value is also used with this placement, and never resharded for speed
-    #: along its axis the value is gathered for use, regardless of ``fixed``
+    #: a *fixed* placement: ops use the value with it, and it is never resharded for speed
+    fixed: bool = False
+    #: the value is gathered along the unit's axis before use, even if its placement is fixed
     unit: FSDPUnit | None = None
 
 
@@ -107,7 +108,7 @@ class Mesh:
         inner = math.prod(self.sizes[self.names.index(axis) + 1 :])
         return rank // inner % self.size(axis)
 
-    def lines(self, axis: str) -> list[tuple[int, ...]]:
+    def axis_groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return the groups of ranks along one axis, in its order; the same list on every rank.
 
         The ranks of a group differ in their coordinate on this axis only.
@@ -121,7 +122,7 @@ class Mesh:
 
 # -- virtual ranks ---------------------------------------------------------------------------------
 
-#: Virtual ranks of every axis with ``invariant=True``.
+#: Default number of virtual ranks: of every axis with ``invariant=True``.
 USUAL = 4
 
 
@@ -179,7 +180,7 @@ class VirtualMesh:
         return tuple([self._rank(coordinates) for coordinates in itertools.product(*ranges)])
 
     def holder(self, rank: int, placements: Placements) -> int:
-        """Return the first rank of the same worker that has the same block."""
+        """Return the first virtual rank of the same worker that has the same block."""
         coordinates = []
         for axis, placement in zip(self.ranks.names, placements, strict=True):
             index = self.ranks.index(rank, axis)
@@ -279,7 +280,7 @@ def has_any(mesh: Mesh, placements: Placements, rank: int) -> bool:
     )
 
 
-def sent(
+def regions_by_worker(
     mesh: VirtualMesh, placements: Placements, shape: Sequence[int]
 ) -> dict[int, tuple[Region, ...]]:
     """Return the workers that have the full value together, with the regions of their blocks."""

@@ -12,7 +12,7 @@ import torch
 
 # -- typed keys of numbers -------------------------------------------------------------------------
 # In Python 1, 1.0 and True are equal, 0.0 and -0.0 too, and a NaN differs from itself. Caches with
-# numbers in their keys, and passes that merge numbers, compare them by ``exact``: type and bits.
+# numbers in their keys, and passes that merge numbers, compare typed keys: type and bits.
 
 #: The last format that depends on the number alone, and not on Python's reference counts.
 _FORMAT = 2
@@ -55,7 +55,7 @@ class TensorMeta:
         numel, nbytes: number of elements, and their bytes (not those of the storage behind them).
     """
 
-    # not a dataclass: msgspec would send the fields of one, and ask nobody how
+    # not a dataclass: msgspec would encode its fields without calling our extension hook
     __slots__ = ("conj", "dtype", "nbytes", "neg", "numel", "offset", "plain", "shape", "stride")
 
     def __init__(
@@ -104,9 +104,9 @@ class TensorMeta:
 
     def is_contiguous(self) -> bool:
         """Return whether the strides are those of a fresh row-major tensor."""
-        return self.lies_as(contiguous_stride(self.shape))
+        return self.has_same_layout(contiguous_stride(self.shape))
 
-    def lies_as(self, stride: Sequence[int]) -> bool:
+    def has_same_layout(self, stride: Sequence[int]) -> bool:
         """Return whether every element has the memory offset that ``stride`` gives it."""
         return self.numel == 0 or all(
             size == 1 or actual == expected

@@ -23,7 +23,7 @@ from lazygt.graph.meta import TensorMeta, typed_key
 class Numbered:
     """Stand-in for an argument, by number; immutable."""
 
-    # not a dataclass: msgspec would send the fields of one, and ask nobody how
+    # not a dataclass: msgspec would encode its fields without calling our extension hook
     __slots__ = ("index",)
 
     def __init__(self, index: int) -> None:

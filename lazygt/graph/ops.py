@@ -117,7 +117,7 @@ POSITIONS = {
     "aten.slice.Tensor": 2,
 }
 
-#: Views that are refused, or have another meta, by the storage offset of their operand.
+#: Views whose validity or meta depends on the storage offset of their operand.
 BEGINNING_MATTERS = frozenset({"aten.view.dtype", "aten.view_as_complex.default"})
 
 #: Ops that never draw, although torch tags them as random: without dropout, or with a drawn mask.
@@ -229,13 +229,14 @@ class OpFacts:
         schema = func._schema
         self.func = func
         self.name = str(func)
-        #: nothing is known but the schema: a number may shape results, and it may draw any number
+        #: True if only the schema is known: a number may shape results, and the op may draw
         self.custom = isinstance(func, CustomOp)
         shaped = schema.name.split("::")[1].split(".")[0] in SHAPED_BY_SCALARS
         shaped = shaped or (self.custom and bool(schema.returns))
         arguments = schema.arguments
         positional = [a for a in arguments if not a.kwarg_only]
-        #: position -> 1 when a number there is data, 2 when a list of numbers is
+        #: hoisted (run-time) numbers, position -> 1 when a number there is data, 2 when a list of
+        #: numbers is, 0 when it is part of the program
         self.hoist = tuple(0 if shaped else _hoist(a) for a in positional)
         self.hoist_named = {a.name: 0 if shaped else _hoist(a) for a in arguments if a.kwarg_only}
         #: the argument that is an index alone

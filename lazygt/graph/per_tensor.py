@@ -30,9 +30,9 @@ class ForeachForm(NamedTuple):
 
     wide: str  # the horizontal overload
     single: str  # the overload for one tensor
-    #: for each positional argument of ``wide``: EACH, a list with one item a tensor, or ALL, the
-    #: same for every tensor
-    takes: tuple[str, ...]
+    #: for each positional argument of ``wide``: EACH, a list with one item for each tensor, or ALL,
+    #: one argument for every tensor
+    arg_kinds: tuple[str, ...]
     keyword: str = ""  # the keyword of ``single`` for the last positional argument of ``wide``
 
     def is_plain(self, node: Node) -> bool:
@@ -42,7 +42,7 @@ class ForeachForm(NamedTuple):
         results = (
             node.writes == targets and not node.fresh if node.writes else len(node.fresh) == count
         )
-        return results and len(node.args) <= len(self.takes)
+        return results and len(node.args) <= len(self.arg_kinds)
 
     def narrow(
         self, args: tuple[Arg, ...], which: int
@@ -50,9 +50,10 @@ class ForeachForm(NamedTuple):
         """Return the (args, kwargs) of ``single`` for tensor ``which``, from those of ``wide``."""
         # the last argument may be absent: it has a default
         arguments = tuple(
-            arg[which] if kind is EACH else arg for kind, arg in zip(self.takes, args, strict=False)
+            arg[which] if kind is EACH else arg
+            for kind, arg in zip(self.arg_kinds, args, strict=False)
         )
-        if self.keyword and len(arguments) == len(self.takes):
+        if self.keyword and len(arguments) == len(self.arg_kinds):
             return arguments[:-1], ((self.keyword, arguments[-1]),)
         return arguments, ()
 
@@ -121,13 +122,13 @@ _POWER = {"": "Tensor_Scalar", "_": "Scalar"}
 _ONE_ARGUMENT = ("abs", "sqrt", "neg", "exp", "log", "sign", "reciprocal", "rsqrt", "sigmoid",
                  "tanh", "round", "floor", "ceil")  # fmt: skip
 
-#: horizontal overload -> its form
+#: Horizontal overload -> its form.
 SPLIT: dict[str, ForeachForm] = {form.wide: form for form in _forms()}
-#: (overload for one tensor, has a number where the horizontal one takes a list of them) -> form
+#: (overload for one tensor, True if the horizontal one takes a list of numbers) -> form.
 MERGE: dict[tuple[str, bool], ForeachForm] = {
     (form.single, form.wide.endswith(".ScalarList")): form
     for form in SPLIT.values()
-    if ALL not in form.takes
+    if ALL not in form.arg_kinds
 }
 
 
@@ -157,7 +158,7 @@ def lane_count(node: Node) -> int:
     return len(node.args[0])
 
 
-def part(node: Node, index: int) -> Node:
+def slice_node(node: Node, index: int) -> Node:
     """Return the node on tensor ``index`` of a horizontal node."""
     form = SPLIT[node.op]
     args, kwargs = form.narrow(node.args, index)
@@ -209,7 +210,7 @@ class _Lane:
 
     def __init__(self, body: Graph, metas: Sequence[TensorMeta | None], position: int) -> None:
         self.body, self.metas, self.position = body, metas, position
-        self.nodes = [part(node, position) for node in body.nodes]
+        self.nodes = [slice_node(node, position) for node in body.nodes]
         self.params = list(dict.fromkeys(p.index for n in self.nodes for _, p in numbers_of(n)))
         results = [values[position] for _, values in body.numbered()]
         read = dict.fromkeys(v for n in self.nodes for v in (*n.refs(), *n.writes))
@@ -258,8 +259,12 @@ def _are_equal_vectors(graph: Graph, row_major: Callable[[TensorMeta], bool]) ->
 # -- slices joined to one graph --------------------------------------------------------------------
 
 
-def abreast(lane: Graph, count: int, length: int) -> Graph:
-    """Return the graph of ``count`` slices, one after another, on vectors of one length."""
+def join_slices(lane: Graph, count: int, length: int) -> Graph:
+    """Return the graph of ``count`` copies of a slice, one after another, on vectors of one length.
+
+    Args:
+        lane: the slice.
+    """
     width, members = len(lane.inputs), len(lane.nodes)
     nodes: list[Node] = []
     outputs: list[int] = []
@@ -275,7 +280,7 @@ def abreast(lane: Graph, count: int, length: int) -> Graph:
 
 
 def vectors(graph: Graph, lengths: Sequence[int]) -> Graph:
-    """Return the graph on vectors; each length applies to an equal number of inputs and nodes."""
+    """Return a graph of slices on vectors, one length for each slice in order."""
 
     def vector(meta: TensorMeta | None, length: int) -> TensorMeta:
         assert meta is not None
@@ -294,8 +299,8 @@ def vectors(graph: Graph, lengths: Sequence[int]) -> Graph:
     return replace(graph, inputs=inputs, nodes=nodes)
 
 
-def widened(graph: Graph, count: int) -> Graph:
-    """Return the graph of ``count`` slices with horizontal ops in place of their members."""
+def merge_slices(graph: Graph, count: int) -> Graph:
+    """Return a graph of ``count`` slices as one of horizontal ops: the inverse of ``lanes_of``."""
     first, members = len(graph.inputs), len(graph.nodes) // count
     values = dict(enumerate(range(first)))
     for number in range(len(graph.nodes)):

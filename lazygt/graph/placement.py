@@ -149,28 +149,28 @@ class Unspecified:
 #: ``SingleRank`` occurs only on the axis of pipeline stages, which no sharding rule sees;
 #: ``Unspecified`` only in annotations.
 Placement = Replicate | Shard | StridedShard | Partial | SingleRank | Unspecified
-#: The placements that shard a dim.
+#: Placements that shard a dim: each rank has a block, or a block of each group.
 Cut = Shard | StridedShard
 
 
-def around(placement: Cut) -> tuple[int, int]:
+def outer_and_inner(placement: Cut) -> tuple[int, int]:
     """Return (outer, inner) of a sharded dim as outer x size x inner; (1, 1) for plain blocks."""
     return (placement.outer, placement.inner) if isinstance(placement, StridedShard) else (1, 1)
 
 
 def whole_groups(placement: StridedShard, axis_size: int) -> bool:
-    """Return whether each rank's block of the dim, sharded plainly, is a number of full groups."""
+    """Return whether a plain ``Shard`` of the dim would give each rank full groups."""
     return placement.inner == 1 and placement.outer % axis_size == 0 and not placement.widths
 
 
 def groups(placement: Cut) -> int:
     """Return the ratio of the sharded dim to the size that is split among ranks."""
-    outer, inner = around(placement)
+    outer, inner = outer_and_inner(placement)
     return outer * inner
 
 
 def side_by_side(dim: int, sizes: Sequence[int]) -> Cut:
-    """Return the placement of a dim of concatenated pieces that are each sharded."""
+    """Return the placement of a dim that concatenates pieces of these sizes, each sharded."""
     unit = gcd(*sizes)
     if len(sizes) == 1 or not unit:
         return Shard(dim)
@@ -196,7 +196,7 @@ def group_sizes(placement: Cut, size: int) -> tuple[int, ...]:
 def shard_bounds(size: int, block_count: int, index: int) -> tuple[int, int]:
     """Return (start, stop) of block ``index`` of ``block_count`` blocks, as ``torch.chunk`` splits.
 
-    The first blocks have ``ceil(size / parts)`` elements, the later ones the rest, maybe 0.
+    The first blocks have ``ceil(size / block_count)`` elements, the later ones the rest, maybe 0.
     """
     block = -(-size // block_count)
     return min(block * index, size), min(block * (index + 1), size)

@@ -51,11 +51,11 @@ class Recent(Generic[K, V]):
         self.nbytes += nbytes
         evicted = []
         while len(self) > 1 and (len(self) > self._max_entries or self.nbytes > self._max_bytes):
-            evicted.append(self.oldest())
+            evicted.append(self.pop_oldest())
         return evicted
 
-    def oldest(self) -> tuple[K, V]:
-        """Remove the least recently used entry, and return it."""
+    def pop_oldest(self) -> tuple[K, V]:
+        """Remove and return the least recently used entry."""
         key, (value, nbytes) = self._entries.popitem(last=False)
         self.nbytes -= nbytes
         return key, value

@@ -35,8 +35,8 @@ class Size(Numbered):
 
 
 @lru_cache(maxsize=4096)
-def sized(op: str) -> frozenset[int | str]:
-    """Return an op's positions and keywords at which an int is a size, not data."""
+def size_positions(op: str) -> frozenset[int | str]:
+    """Return an op's positions and keywords at which an int is a size, not data (a number)."""
     if op == WRITE_BACK:
         return frozenset({2})
     facts = None if op.startswith("lazygt.") else op_facts(Node(op, ()))
@@ -52,7 +52,7 @@ def sizes_in(node: Node) -> tuple[int, ...]:
     """Return the sizes in a node's arguments, each once."""
     numbers = node._sizes
     if numbers is None:
-        positions = sized(node.op)
+        positions = size_positions(node.op)
         arguments = [arg for position, arg in enumerate(node.args) if position in positions]
         arguments += [arg for name, arg in node.kwargs if name in positions]
         numbers = tuple(dict.fromkeys(size for arg in arguments for size in _numbers(arg)))
@@ -206,7 +206,7 @@ class _ToSymbols(_Rewriting):
 
     def _call(self, op: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Rewrite the sizes in an op's arguments."""
-        positions = sized(op)
+        positions = size_positions(op)
         called = [
             self._arg(arg) if position in positions else arg for position, arg in enumerate(args)
         ]

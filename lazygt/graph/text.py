@@ -89,7 +89,7 @@ def _parse_lines(lines: Iterator[str]) -> Graph:
 
 
 class _ParsedLines:
-    """Parsed lines of a graph."""
+    """Parsed lines of a graph: its fields under construction."""
 
     def __init__(self) -> None:
         self.inputs: list[TensorMeta] = []
@@ -210,9 +210,6 @@ class _Reader:
             return ast.literal_eval(token)
         except (ValueError, SyntaxError) as error:
             raise ValueError(f"can't read {token!r} in {self.line!r}") from error
-
-
-# A graph prints as its text; set here because text knows nodes and not the reverse.
 
 
 # -- formatting of numbers -------------------------------------------------------------------------

@@ -83,7 +83,9 @@ def on_hosts(machine: Machine, mesh: VirtualMesh, ranks: Sequence[int]) -> Machi
     host_of = [host for host, count in enumerate(ranks) for _ in range(count)]
     shares = {}  # axis that crosses hosts -> least share of a group's ranks on one host
     for axis in mesh.ranks.names:
-        groups = [[host_of[mesh.worker(r)] for r in group] for group in mesh.ranks.lines(axis)]
+        groups = [
+            [host_of[mesh.worker(r)] for r in group] for group in mesh.ranks.axis_groups(axis)
+        ]
         share = min(max(Counter(group).values()) / len(group) for group in groups)
         if share < 1:
             shares[axis] = share

@@ -28,7 +28,7 @@ from lazygt.observe.report import (
     Report,
     Unfused,
 )
-from lazygt.passes.fuse import Fuse, Prices, Surroundings, candidates, saved_bytes, worth
+from lazygt.passes.fuse import Fuse, GroupContext, Prices, candidates, compile_gain, saved_bytes
 from lazygt.printing.tables import summed
 from lazygt.runtime.plan import Plan, Schedule
 from lazygt.session import Session
@@ -236,14 +236,14 @@ def _fused(runs: Runs) -> Iterator[Fused]:
     prices = Prices.of(runs.machine)
     for number, node in enumerate(runs.graph.nodes):
         if node.body is not None:
-            surroundings = Surroundings(node.body)
+            surroundings = GroupContext(node.body)
             members = range(len(node.body.nodes))
             yield Fused(
                 runs.times,
                 tuple(base_name(member.op) for member in node.body.nodes),
                 runs.graph.line(number),
                 saved_bytes(surroundings, members),
-                worth(surroundings, members, prices),
+                compile_gain(surroundings, members, prices),
             )
 
 

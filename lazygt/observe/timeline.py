@@ -403,9 +403,9 @@ class TimelineProbe(Observer):
         """Notify the previous observer that a wait has begun."""
         self._previous.waiting(what)
 
-    def came(self) -> None:
+    def wait_ended(self) -> None:
         """Notify the previous observer that the wait has ended."""
-        self._previous.came()
+        self._previous.wait_ended()
 
     def ran(
         self, rank: int, run: int, entry: PlanRecord | None, describe: Any, timings: Timings
@@ -419,7 +419,7 @@ class TimelineProbe(Observer):
         plan: Plan | None = None
         lines: Callable[[], Sequence[str]] = tuple  # without a plan there are no steps
         if entry is not None:
-            plan, lines = entry.plans[entry.of(rank)], partial(describe.lines, rank)
+            plan, lines = entry.plans[entry.index_of(rank)], partial(describe.lines, rank)
         pid, track = self._pids[rank], self._track(_WORKERS) + rank
         self.timeline.arrow(pid, track, self._arrow_id(run), timings.begin, True)
         self.timeline.add(TimedRun(pid, track, run, plan, lines, timings))

@@ -22,7 +22,7 @@ from lazygt.graph.placement import Placement, Replicate, Shard, as_placement
 from lazygt.parallel.distribute import shardable_parameter
 from lazygt.parallel.fsdp_module import apply_policy, as_fsdp_module
 from lazygt.parallel.fsdp_overrides import Knobs, Wrap, knobs_for, rewraps
-from lazygt.record.annotate import set_sharding, stored_now
+from lazygt.record.annotate import current_sharding, set_sharding
 from lazygt.record.tensor import LazyTensor, is_lazy, storage_of, view_of
 from lazygt.session import current
 
@@ -208,7 +208,7 @@ def _new_shardings(
         (t, sharder.sharding(name, t, unit._replace(name=f"{unit.name}.{units[name]}")))
         for name, parameter in module.named_parameters()
         if id(parameter) not in ignored_ids
-        and stored_now(t := shardable_parameter(name, parameter)).unit is None
+        and current_sharding(t := shardable_parameter(name, parameter)).unit is None
     ]
 
 
@@ -223,7 +223,7 @@ def _rewrap(module: nn.Module, units: Mapping[str, str], unit: FSDPUnit) -> None
     for name, parameter in module.named_parameters():
         if not is_lazy(parameter):
             continue
-        current = stored_now(parameter)
+        current = current_sharding(parameter)
         if current.unit is not None and current.unit.axis == unit.axis:
             new_unit = unit._replace(name=f"{unit.name}.{units[name]}")
             set_sharding(parameter, current._replace(unit=new_unit))
@@ -248,7 +248,7 @@ class _Sharder(NamedTuple):
         Raises:
             ValueError: ``placement_of`` returns an impossible placement.
         """
-        current = stored_now(parameter).placements
+        current = current_sharding(parameter).placements
         requested = None if self.placement_of is None else self.placement_of(parameter)
         dim = dim_to_shard(tuple(parameter.shape), current, self.axis_index, self.axis_size)
         if requested is not None:
@@ -372,7 +372,7 @@ def shard_optimizer_state(
                 if is_lazy(t) and view_of(t) is None and t.shape == parameter.shape:
                     placed = storage_of(t).placed
                     if placed is None or not isinstance(placed.placements[axis_index], Shard):
-                        shard(t, stored_now(parameter))
+                        shard(t, current_sharding(parameter))
 
     def shard(t: LazyTensor, parameter_sharding: Sharding) -> None:
         """Shard a state tensor along the axis, if one of its dims can be."""

@@ -21,7 +21,7 @@ from lazygt.graph.mesh import FSDPUnit, Sharding
 from lazygt.graph.placement import Placement, SingleRank, Unspecified
 from lazygt.parallel.distribute import with_sharding
 from lazygt.parallel.fsdp_overrides import forced_reshard
-from lazygt.record.annotate import reduce_as, set_sharding, stored_now
+from lazygt.record.annotate import current_sharding, reduce_as, set_sharding
 from lazygt.record.tensor import LazyTensor, is_lazy
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class _CastParameter(torch.autograd.Function):
         ctx: Any, parameter: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype
     ) -> Tensor:
         ctx.dtype, ctx.reduce_dtype = parameter.dtype, reduce_dtype
-        ctx.sharding = stored_now(parameter) if is_lazy(parameter) else None
+        ctx.sharding = current_sharding(parameter) if is_lazy(parameter) else None
         if dtype == parameter.dtype:
             return parameter.view_as(parameter)
         cast = parameter.to(dtype)
@@ -268,7 +268,7 @@ class FSDPModule:
         for t, unit in _sharded(cast("nn.Module", self), recurse):
             changed = unit._replace(reshard_after_forward=reshards)
             if changed != unit:
-                set_sharding(t, stored_now(t)._replace(unit=changed))
+                set_sharding(t, current_sharding(t)._replace(unit=changed))
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -417,7 +417,7 @@ def _sharded(module: nn.Module, recurse: bool) -> Iterator[tuple[LazyTensor, FSD
         else {id(p) for child in fsdp_children for p in cast("Any", child).parameters()}
     )
     for parameter in module.parameters():
-        unit = stored_now(parameter).unit if is_lazy(parameter) else None
+        unit = current_sharding(parameter).unit if is_lazy(parameter) else None
         if unit is not None and id(parameter) not in excluded:
             yield cast("LazyTensor", parameter), unit
 

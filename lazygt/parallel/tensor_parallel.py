@@ -33,7 +33,7 @@ from lazygt.parallel.distribute import (
 )
 from lazygt.parallel.style_hooks import ModuleLayouts, apply_style
 from lazygt.parallel.styles import ParallelStyle, as_style
-from lazygt.record.annotate import set_sharding, stored_now
+from lazygt.record.annotate import current_sharding, set_sharding
 from lazygt.record.tensor import LazyTensor, Storage, meta_of, storage_of
 from lazygt.session import current
 
@@ -373,7 +373,7 @@ def _store(requests: Iterable[_Request], mesh: Mesh) -> None:
     A parameter that is now replicated along the axis of its FSDP unit leaves the unit.
     """
     for request in requests:
-        current = stored_now(request.parameter)
+        current = current_sharding(request.parameter)
         placements = tuple([
             previous if isinstance(placement, Unspecified) else placement
             for placement, previous in zip(request.placements, current.placements, strict=True)

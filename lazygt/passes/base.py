@@ -1,7 +1,7 @@
 """Common base of passes: their contract, the one way to rebuild a graph, ranks with equal programs.
 
-A pass never edits a graph. A pass passes the nodes in their new order, and a map of replaced
-values, to ``rebuild``, which numbers all values anew.
+A pass never edits a graph. It passes *rows* (the nodes in their new order, with values numbered as
+in the old graph) and a map of replaced values to ``rebuild``, which numbers all values anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Pass(Protocol):
 
     A pass may compare sizes for equality; all other decisions by sizes go through
     ``passes.guards``. A pass puts no computed size into a graph, because its result is reused
-    for the same program in other sizes as long as its questions have the same answers.
+    for the same program in other sizes as long as its guards hold.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Pass(Protocol):
         """Return an equivalent graph; ``graph`` itself where nothing changes."""
 
 
-class Placed(NamedTuple):
+class NodeRow(NamedTuple):
     """Node of a new graph, described in the value numbers of the old graph."""
 
     node: Node  # with values numbered as in the old graph
@@ -74,15 +74,15 @@ def run_passes(
     return graph
 
 
-def placed(graph: Graph) -> list[Placed]:
+def rows_of(graph: Graph) -> list[NodeRow]:
     """Return every node in order, with the numbers of its results."""
     return [
-        Placed(node, results, number) for number, (node, results) in enumerate(graph.numbered())
+        NodeRow(node, results, number) for number, (node, results) in enumerate(graph.numbered())
     ]
 
 
 def rebuild(
-    graph: Graph, rows: Sequence[Placed], replaced: Mapping[int, int] | None = None
+    graph: Graph, rows: Sequence[NodeRow], replaced: Mapping[int, int] | None = None
 ) -> Graph:
     """Return the graph with these nodes in this order, all values numbered anew.
 
@@ -98,7 +98,7 @@ def rebuild(
 
 
 def _new_numbers(
-    graph: Graph, rows: Sequence[Placed], replaced: Mapping[int, int]
+    graph: Graph, rows: Sequence[NodeRow], replaced: Mapping[int, int]
 ) -> dict[int, int]:
     """Return old number -> new number of every value; a replaced value gets its target's number."""
     numbers = {value: value for value in range(len(graph.inputs))}
@@ -139,6 +139,7 @@ def renumbered(node: Node, numbers: Mapping[int, int]) -> Node:
 
 
 def _renumbered_arg(arg: Arg, numbers: Mapping[int, int]) -> Arg:
+    """Return an argument with renumbered values; the same object if no number changes."""
     kind = type(arg)
     if kind is Ref:
         index = numbers[arg.index]
@@ -185,7 +186,7 @@ def moving_views(graph: Graph) -> dict[int, int]:
 
 
 def written_through(graph: Graph) -> set[int]:
-    """Return the values that some node writes, with all bases of written views.
+    """Return the values that some node writes, and the bases of views that some node writes.
 
     Replacing such a value would be correct, but would turn a write in place into a copy.
     """

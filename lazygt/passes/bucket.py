@@ -6,8 +6,8 @@ collectives share a bucket only when neither depends on the other on any rank, a
 bucket is the largest over the ranks.
 
 Reductions, and gathers of computed values, are ordered by the time at which their operands are
-ready: gradients from the last layer to the first. Gathers of stored parameters are ordered by
-first use, one wrap unit at a time.
+ready: gradients from the last layer to the first. Gathers of *stored* parameters (inputs that are
+sharded between runs) are ordered by first use, one wrap unit (``FSDPUnit``) at a time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from lazygt.graph.placement import (
     REDUCE_SCATTER,
     SEND_RECV,
 )
-from lazygt.passes.base import dependencies, placed, rebuild, view_source
+from lazygt.passes.base import dependencies, rebuild, rows_of, view_source
 from lazygt.passes.sharding.gradients import updated_with
-from lazygt.passes.sharding.marks import turns
+from lazygt.passes.sharding.marks import pass_numbers
 
 # -- the collectives of one program: dependences, earliest start, first reader ---------------------
 
@@ -64,15 +64,15 @@ class CollectiveInfo(NamedTuple):
     op: str | None  # ``sum``, ``max``, ``min`` or ``prod``; None for one that reduces nothing
     axis: str
     dtype: torch.dtype
-    move: tuple[int, ...]  # its arguments between the value and the op
+    move: tuple[int, ...]  # its dims and sizes: the arguments between the value and the op
     nbytes: int  # payload of this rank
-    ready: int  # the node that makes its operand; -1 for an input
+    ready: int  # the node that computes its operand; -1 for an input
     #: the first node that has to wait for its result; the number of nodes if there is none. Views,
     #: writes back, collectives and small pure ops do not count, since they can be delayed. For a
     #: gather of a stored parameter small ops count.
-    used: int
+    first_use: int
     stored: int | None  # the input that it gathers; None for a computed value
-    above: int  # bit mask of the collectives that it depends on
+    ancestors: int  # bit mask of the collectives that it depends on, by position
 
     @property
     def signature(self) -> tuple[str, str | None, str, torch.dtype]:
@@ -88,11 +88,11 @@ class CollectiveAnalysis:
     collectives: tuple[CollectiveInfo, ...]
     before: Sequence[set[int]]  # for each node the numbers of its predecessors
     #: for each node the number of changes between forward and backward before it
-    turns: Sequence[int]
+    pass_numbers: Sequence[int]
 
-    def end_of_turn(self, node: int) -> int:
+    def end_of_pass(self, node: int) -> int:
         """Return the number of the first node of the next forward or backward pass."""
-        return bisect_right(self.turns, self.turns[max(node, 0)])
+        return bisect_right(self.pass_numbers, self.pass_numbers[max(node, 0)])
 
 
 def analyse_collectives(graph: Graph, backward: Collection[int] = ()) -> CollectiveAnalysis:
@@ -141,7 +141,7 @@ def analyse_collectives(graph: Graph, backward: Collection[int] = ()) -> Collect
                 ancestors[number],
             )
         )
-    return CollectiveAnalysis(graph, tuple(collectives), before, turns(graph, backward))
+    return CollectiveAnalysis(graph, tuple(collectives), before, pass_numbers(graph, backward))
 
 
 def detach_likenesses(graph: Graph) -> Graph:
@@ -156,7 +156,7 @@ def detach_likenesses(graph: Graph) -> Graph:
         for node, results in graph.numbered()
         if node.op == ALL_REDUCE and values[node.args[0].index] == values[results[0]]
     }
-    rows = placed(graph)
+    rows = rows_of(graph)
     changed = False
     for number, row in enumerate(rows):
         args = row.node.args
@@ -304,7 +304,7 @@ def have_same_collectives(analyses: Sequence[CollectiveAnalysis]) -> bool:
 def buckets(analyses: Sequence[CollectiveAnalysis], caps: Caps) -> list[Bucket]:
     """Return the buckets in launch order, for ranks that ``have_same_collectives``."""
     search = _Buckets(analyses, caps)
-    for position in _topological_order(search.above, search.wanted):
+    for position in _topological_order(search.ancestors, search.ordered_by):
         search.add(position)
     return search.ordered()
 
@@ -329,20 +329,25 @@ class _Buckets:
         self.analyses, self.caps = analyses, caps
         self.collectives = analyses[0].collectives
         #: for each collective the positions of those that it depends on, on any rank
-        self.above = [
-            sorted({position for per_rank in of_ranks for position in _bits(per_rank.above)})
+        self.ancestors = [
+            sorted({position for per_rank in of_ranks for position in _bits(per_rank.ancestors)})
             for of_ranks in zip(*(analysis.collectives for analysis in analyses), strict=True)
         ]
         #: the same as bit masks
         self.masks = [
-            reduce(or_, [per_rank.above for per_rank in of_ranks])
+            reduce(or_, [per_rank.ancestors for per_rank in of_ranks])
             for of_ranks in zip(*(analysis.collectives for analysis in analyses), strict=True)
         ]
-        self.wanted = [
-            info.ready if info.stored is None else info.used for info in self.collectives
+        #: for each collective the node by which it is ordered: the one that computes its operand;
+        #: for a gather of a stored parameter its first reader
+        self.ordered_by = [
+            info.ready if info.stored is None else info.first_use for info in self.collectives
         ]
+        #: reduce-scatter's node -> wrap unit of the gradient
         self.reduced = reduced_units(analyses[0].graph, caps.units)
+        #: position -> its bucket
         self.home: dict[int, Bucket] = {}
+        #: signature -> the bucket that collectives of it may still join
         self.open: dict[object, Bucket] = {}
         self.all: list[Bucket] = []
 
@@ -372,6 +377,7 @@ class _Buckets:
         return [self.all[number] for number in _topological_order(above, self._start_nodes(above))]
 
     def _single_bucket(self, position: int) -> Bucket:
+        """Return the bucket of one collective, with its bytes on the rank that sends most."""
         bucket = _single_bucket(position, self.collectives[position])
         bucket.nbytes = max(analysis.collectives[position].nbytes for analysis in self.analyses)
         bucket.unit = self.reduced.get(self.collectives[position].node)
@@ -401,13 +407,13 @@ class _Buckets:
         collective = self.collectives[position]
         if collective.kind != REDUCE_SCATTER:
             return 0
-        return self.analyses[0].turns[max(collective.ready, 0)]
+        return self.analyses[0].pass_numbers[max(collective.ready, 0)]
 
     def _would_delay_reader(self, bucket: Bucket, position: int) -> bool:
         """Return whether a reader of the bucket would have to wait for the collective's operand."""
         return any(
             analysis.collectives[position].stored is None
-            and min(analysis.collectives[member].used for member in bucket.members)
+            and min(analysis.collectives[member].first_use for member in bucket.members)
             <= analysis.collectives[position].ready
             for analysis in self.analyses
         )
@@ -430,7 +436,7 @@ class _Buckets:
 
     def _direct_predecessors(self, bucket: Bucket) -> list[Bucket]:
         """Return the buckets on which a bucket directly depends."""
-        return [self.home[other] for member in bucket.members for other in self.above[member]]
+        return [self.home[other] for member in bucket.members for other in self.ancestors[member]]
 
     def _start_nodes(self, predecessors: Sequence[Sequence[int]]) -> list[int]:
         """Return for each bucket the number of the node before which it should be launched.
@@ -442,7 +448,7 @@ class _Buckets:
             predecessors: for each bucket its predecessors.
         """
         starts = [
-            max(*(self.wanted[member] for member in bucket.members),
+            max(*(self.ordered_by[member] for member in bucket.members),
                 *(self._first_use(self.all[other]) for other in others), -1)
             for bucket, others in zip(self.all, predecessors, strict=True)
         ]  # fmt: skip
@@ -454,7 +460,7 @@ class _Buckets:
 
     def _first_use(self, bucket: Bucket) -> int:
         """Return the first node that has to wait for a member of the bucket."""
-        return min(self.collectives[member].used for member in bucket.members)
+        return min(self.collectives[member].first_use for member in bucket.members)
 
 
 def _topological_order(before: Sequence[Sequence[int]], priority: Sequence[int]) -> list[int]:

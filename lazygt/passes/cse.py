@@ -12,7 +12,7 @@ from typing import Any
 from lazygt.graph.alias import has_effect, last_uses
 from lazygt.graph.meta import typed_key
 from lazygt.graph.node import Arg, Graph, Node, Ref
-from lazygt.passes.base import Placed, placed, rebuild, written_through
+from lazygt.passes.base import NodeRow, rebuild, rows_of, written_through
 from lazygt.passes.fold import is_view
 from lazygt.passes.guards import fits, guard
 
@@ -29,7 +29,7 @@ class DeadCode:
     def run(self, graph: Graph) -> Graph:
         live = set(graph.outputs)
         live_rows = []
-        for row in reversed(placed(graph)):
+        for row in reversed(rows_of(graph)):
             if has_effect(row.node) or not live.isdisjoint(row.results):
                 live.update(row.node.refs())
                 live.update(row.node.writes)
@@ -54,10 +54,10 @@ class CommonSubexpressions:
     def run(self, graph: Graph) -> Graph:
         uses = last_uses(graph)
         written = written_through(graph)
-        first: dict[Any, Placed] = {}
-        merged: dict[int, int] = {}
+        first: dict[Any, NodeRow] = {}  # key -> the latest node with it that was not merged
+        merged: dict[int, int] = {}  # result of a merged node -> the value that replaces it
         rows = []
-        for row in placed(graph):
+        for row in rows_of(graph):
             if not may_merge(row, written):
                 rows.append(row)
                 continue
@@ -73,7 +73,7 @@ class CommonSubexpressions:
         return rebuild(graph, rows, merged) if merged else graph
 
 
-def may_merge(row: Placed, written: set[int]) -> bool:
+def may_merge(row: NodeRow, written: set[int]) -> bool:
     """Return whether a node may be replaced by an equal earlier node.
 
     Args:
@@ -89,12 +89,12 @@ def may_merge(row: Placed, written: set[int]) -> bool:
     ) and written.isdisjoint(row.results)
 
 
-def _alive(earlier: Placed, number: int, uses: list[int]) -> bool:
+def _alive(earlier: NodeRow, number: int, uses: list[int]) -> bool:
     """Return whether earlier results are alive at node ``number``, are views, or are small."""
     if is_view(earlier.node):
         return True
     return all(
-        uses[value] >= number or meta is None or guard(fits, meta, given=(_SMALL,))
+        uses[value] >= number or meta is None or guard(fits, meta, constants=(_SMALL,))
         for value, meta in zip(earlier.results, earlier.node.results, strict=True)
     )
 

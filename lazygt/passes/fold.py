@@ -27,7 +27,7 @@ from lazygt.graph.alias import WRITE_BACK, op_facts
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref, params_in, ref
 from lazygt.graph.ops import overload
-from lazygt.passes.base import Placed, placed, rebuild, view_source, written_through
+from lazygt.passes.base import NodeRow, rebuild, rows_of, view_source, written_through
 from lazygt.passes.guards import guard, row_major
 
 #: The value that replaces the node's result, the node that replaces the node, or None: no change.
@@ -42,7 +42,9 @@ _UNDECLARED_VIEWS = ("aten._unsafe_view.default", "aten._reshape_alias.default",
 #: missing kernel.
 _COMPUTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
              torch.int16, torch.int8, torch.uint8, torch.bool)  # fmt: skip
+#: Ops that fill a tensor with a number -> the number.
 _FILLED = {"zeros": 0, "ones": 1, "zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1}
+#: Dtype -> dtypes that represent all of its values.
 _WIDER = {
     torch.float16: (torch.float32, torch.float64),
     torch.bfloat16: (torch.float32, torch.float64),
@@ -55,7 +57,7 @@ _WIDER = {
 
 
 def is_view(node: Node) -> bool:
-    """Return whether a node's results are always views (for ``view_source``: possibly)."""
+    """Return whether a node's results are always views; ``view_source`` counts possible ones."""
     f = op_facts(node)
     return f is not None and not node.writes and (f.views or node.op in _UNDECLARED_VIEWS)
 
@@ -75,20 +77,22 @@ class _Fold:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.metas = graph.values
+        #: values that some node writes
         self.written = written_through(graph)
         #: folded value -> the value that replaces it
         self.replaced: dict[int, int] = {}
         #: value -> its producer, with folded operands
-        self.makers: dict[int, Node] = {}
+        self.producers: dict[int, Node] = {}
         #: view -> the first value of its chain
         self.roots: dict[int, int] = {}
         #: constant value -> the number that all its elements have
         self.numbers: dict[int, Number] = {}
 
     def run(self) -> Graph:
+        """Return the folded graph; the given one if nothing is folded."""
         rows = []
         changed = False
-        for row in placed(self.graph):
+        for row in rows_of(self.graph):
             folded = self._folded(row)
             if type(folded) is int:
                 self.replaced[row.results[0]] = folded
@@ -98,11 +102,11 @@ class _Fold:
             self._record_root(node, row)
             changed = changed or node is not row.node
             if len(row.results) == 1:
-                self.makers[row.results[0]] = node
-            rows.append(Placed(node, row.results, row.source))
+                self.producers[row.results[0]] = node
+            rows.append(NodeRow(node, row.results, row.source))
         return rebuild(self.graph, rows, self.replaced) if changed else self.graph
 
-    def _folded(self, row: Placed) -> Folded:
+    def _folded(self, row: NodeRow) -> Folded:
         """Apply the rules to a node."""
         node = row.node
         if len(row.results) != 1 or node.writes or node.dynamic or not node.fresh[0]:
@@ -129,7 +133,7 @@ class _Fold:
         value = self.value(arg)
         return None if value is None else self.numbers.get(value)
 
-    def stands_for(self, value: int | None, result: int) -> int | None:
+    def replacement(self, value: int | None, result: int) -> int | None:
         """Return ``value`` if it can replace ``result``, a copy in other memory; else None."""
         if value is None or self.metas[value] != self.metas[result] or not self.may_stay(value):
             return None
@@ -143,7 +147,7 @@ class _Fold:
             return False
         return root_meta is meta or guard(_no_larger, root_meta, meta)
 
-    def _record_root(self, node: Node, row: Placed) -> None:
+    def _record_root(self, node: Node, row: NodeRow) -> None:
         """Record the base of a view's results."""
         source = view_source(node)
         if source is not None:
@@ -170,17 +174,17 @@ class _Fold:
         while ancestor is not None:
             if ancestor not in self.written and self.metas[ancestor] == self.metas[result]:
                 return ancestor
-            maker = self.makers.get(ancestor)
-            parent = view_source(maker) if maker is not None and is_view(maker) else None
+            producer = self.producers.get(ancestor)
+            parent = view_source(producer) if producer is not None and is_view(producer) else None
             ancestor = self.replaced.get(parent, parent) if parent is not None else None
         return self._view_of_view(node, source, result)
 
     def _view_of_view(self, node: Node, source: int, result: int) -> Folded:
         """Fold a ``view`` of a ``view`` of contiguous memory to one ``view``."""
-        maker = self.makers.get(source)
-        if maker is None or node.op not in _VIEWS or maker.op not in _VIEWS:
+        producer = self.producers.get(source)
+        if producer is None or node.op not in _VIEWS or producer.op not in _VIEWS:
             return None
-        root = self.value(maker.args[0])
+        root = self.value(producer.args[0])
         meta, result_meta = self.metas[root] if root is not None else None, self.metas[result]
         if root is None or root in self.written or meta is None or result_meta is None:
             return None
@@ -261,7 +265,7 @@ def _identity_rule(is_identity: Callable[[Number, TensorMeta], bool], both: bool
             number = fold.number(node.args[identity])
             is_known = number is not None and not isinstance(alpha, Param) and alpha == 1
             if is_known and is_identity(number, meta):  # type: ignore[arg-type]
-                value = fold.stands_for(fold.value(node.args[operand]), result)
+                value = fold.replacement(fold.value(node.args[operand]), result)
                 if value is not None:
                     return value
         return fold.constant(node, result)
@@ -298,11 +302,11 @@ def _is_integer(meta: TensorMeta) -> bool:
 def _negation(fold: _Fold, node: Node, result: int) -> Folded:
     """Fold a negation of a negation, or of a constant."""
     value = fold.value(node.args[0])
-    maker = fold.makers.get(value) if value is not None else None
+    producer = fold.producers.get(value) if value is not None else None
     meta = fold.metas[result]
-    if maker is None or maker.op != node.op or meta is None or _is_rounded(meta):
+    if producer is None or producer.op != node.op or meta is None or _is_rounded(meta):
         return fold.constant(node, result)
-    return fold.stands_for(fold.value(maker.args[0]), result)
+    return fold.replacement(fold.value(producer.args[0]), result)
 
 
 def _cast(fold: _Fold, node: Node, result: int) -> Folded:
@@ -310,13 +314,13 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
     if any(name not in ("dtype", "device", "layout", "memory_format") for name, _ in node.kwargs):
         return None
     value = fold.value(node.args[0])
-    source = fold.stands_for(value, result)
+    source = fold.replacement(value, result)
     if source is not None or value is None:
         return source
-    maker = fold.makers.get(value)
-    if maker is None or maker.op != node.op or node.op != "aten._to_copy.default":
+    producer = fold.producers.get(value)
+    if producer is None or producer.op != node.op or node.op != "aten._to_copy.default":
         return None
-    root = fold.value(maker.args[0])
+    root = fold.value(producer.args[0])
     if root is None or not fold.may_stay(root):
         return None
     before, between, after = fold.metas[root], fold.metas[value], fold.metas[result]
@@ -329,7 +333,7 @@ def _cast(fold: _Fold, node: Node, result: int) -> Folded:
         return None
     if _is_rounded(after) and not _is_integer(before):
         return None
-    source = fold.stands_for(root, result)
+    source = fold.replacement(root, result)
     if source is not None:
         return source
     return Node(node.op, (ref(root), *node.args[1:]), node.kwargs, node.fresh)

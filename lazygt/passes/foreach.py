@@ -17,9 +17,9 @@ from typing import Any
 from lazygt.graph.alias import WRITE_BACK
 from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import Graph, Node, Param, Ref
-from lazygt.graph.per_tensor import EACH, MERGE, SPLIT, ForeachForm, part
+from lazygt.graph.per_tensor import EACH, MERGE, SPLIT, ForeachForm, slice_node
 from lazygt.graph.placement import COLLECTIVE_OPS
-from lazygt.passes.base import Placed, dependencies, placed, rebuild, scheduled, view_source
+from lazygt.passes.base import NodeRow, dependencies, rebuild, rows_of, scheduled, view_source
 from lazygt.passes.guards import fits, guard
 
 #: Bytes up to which a tensor is small: its launch costs more than its arithmetic.
@@ -47,11 +47,11 @@ def _split(graph: Graph) -> Graph:
     if not any(node.op in SPLIT for node in graph.nodes):
         return graph
     metas, memory = graph.values, dependencies(graph).memory
-    rows = [new_row for row in placed(graph) for new_row in _split_node(row, metas, memory)]
+    rows = [new_row for row in rows_of(graph) for new_row in _split_node(row, metas, memory)]
     return rebuild(graph, rows) if len(rows) != len(graph.nodes) else graph
 
 
-def _split_node(row: Placed, metas: Metas, memory: Sequence[int]) -> Iterator[Placed]:
+def _split_node(row: NodeRow, metas: Metas, memory: Sequence[int]) -> Iterator[NodeRow]:
     """Yield the node, or a node for each of its large tensors and one for the small ones."""
     node = row.node
     form = SPLIT.get(node.op)
@@ -84,15 +84,15 @@ def _sees_own_writes(node: Node, form: ForeachForm, memory: Sequence[int]) -> bo
 
 
 def _is_small(meta: TensorMeta | None) -> bool:
-    return meta is None or guard(fits, meta, given=(SMALL,))
+    return meta is None or guard(fits, meta, constants=(SMALL,))
 
 
-def _single_tensor_node(row: Placed, index: int) -> Placed:
+def _single_tensor_node(row: NodeRow, index: int) -> NodeRow:
     """Return the node for tensor number ``index`` of a horizontal op."""
-    return Placed(part(row.node, index), row.results[index : index + 1], row.source)
+    return NodeRow(slice_node(row.node, index), row.results[index : index + 1], row.source)
 
 
-def _small_tensors_node(row: Placed, form: ForeachForm, indices: list[int]) -> Placed:
+def _small_tensors_node(row: NodeRow, form: ForeachForm, indices: list[int]) -> NodeRow:
     """Return the horizontal node restricted to the tensors at ``indices``."""
 
     def selected(items: Sequence[Any]) -> tuple[Any, ...]:
@@ -100,12 +100,14 @@ def _small_tensors_node(row: Placed, form: ForeachForm, indices: list[int]) -> P
 
     node = row.node
     args = tuple(
-        selected(arg) if position < len(form.takes) and form.takes[position] is EACH else arg
+        selected(arg)
+        if position < len(form.arg_kinds) and form.arg_kinds[position] is EACH
+        else arg
         for position, arg in enumerate(node.args)
     )
     merged = replace(node, args=args, fresh=selected(node.fresh),
                      writes=selected(node.writes), written=selected(node.written))  # fmt: skip
-    return Placed(merged, selected(row.results), row.source)
+    return NodeRow(merged, selected(row.results), row.source)
 
 
 # -- small tensors: one node for many ----------------------------------------------------------
@@ -127,7 +129,7 @@ def _merged(graph: Graph) -> Graph:
     groups = [group for members in runs.values() for group in _timely_groups(members, waiters)]
     if not groups:
         return graph
-    rows = placed(graph)
+    rows = rows_of(graph)
     return rebuild(graph, [_merged_node(rows, unit, keys) for unit in scheduled(before, groups)])
 
 
@@ -139,6 +141,9 @@ def _first_waiters(graph: Graph, keys: list[Any], before: Sequence[set[int]]) ->
     Args:
         keys: for each node its merge key; None: it stays single.
         before: for each node the numbers of its predecessors.
+
+    Returns:
+        The number of nodes where nothing waits.
     """
     small = {node.results[0] for node, key in zip(graph.nodes, keys, strict=True) if key}
     waiters = [len(graph.nodes)] * len(graph.nodes)
@@ -188,11 +193,13 @@ def _merge_key(node: Node, metas: Metas) -> tuple[Any, ...] | None:
         return None
     numbers = type(node.args[-1]) is not Ref or any(name == "value" for name, _ in node.kwargs)
     form = MERGE.get((node.op, numbers)) or MERGE.get((node.op, not numbers))
-    if form is None or len(node.args) + bool(form.keyword) != len(form.takes):
+    if form is None or len(node.args) + bool(form.keyword) != len(form.arg_kinds):
         return None
     tensors = [arg.index for arg in node.args if type(arg) is Ref]
     scalars = form.wide.endswith(".ScalarList")
-    if len(tensors) != len(form.takes) - scalars or not all(_is_small(metas[t]) for t in tensors):
+    if len(tensors) != len(form.arg_kinds) - scalars or not all(
+        _is_small(metas[t]) for t in tensors
+    ):
         return None
     shared_kwargs = () if form.keyword else node.kwargs
     if shared_kwargs and (scalars or any(type(arg) is Param for _, arg in shared_kwargs)):
@@ -215,7 +222,7 @@ def _levels(keys: list[Any], before: Sequence[set[int]]) -> list[int]:
     return levels
 
 
-def _merged_node(rows: list[Placed], unit: list[int], keys: list[Any]) -> Placed:
+def _merged_node(rows: list[NodeRow], unit: list[int], keys: list[Any]) -> NodeRow:
     """Return the horizontal node for the nodes of a unit; a single node as it is."""
     if len(unit) == 1:
         return rows[unit[0]]
@@ -230,4 +237,4 @@ def _merged_node(rows: list[Placed], unit: list[int], keys: list[Any]) -> Placed
         tuple(value for node in nodes for value in node.writes),
         tuple(meta for node in nodes for meta in node.written),
     )
-    return Placed(merged, [rows[number].results[0] for number in unit], unit[0])
+    return NodeRow(merged, [rows[number].results[0] for number in unit], unit[0])

@@ -8,7 +8,7 @@ temporaries in registers, and rounds as the compiler does.
 Grouping is greedy, in one walk along the dependences. A group is closed when a node that cannot be
 a member depends on it, and runs at the position of its last member. A group does not grow over
 other work where that would keep large operands alive, as in gradient accumulation. A group without
-gain is not fused: see ``worth``.
+gain is not fused: see ``compile_gain``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from lazygt.graph.alias import last_uses
 from lazygt.graph.fusion import Metas, is_fusible
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import FUSED, Arg, Graph, Node, Param, Ref, map_arg, ref
-from lazygt.graph.per_tensor import LANES, lane_count, lanes_of, part
+from lazygt.graph.per_tensor import LANES, lane_count, lanes_of, slice_node
 from lazygt.machine import Machine, default_machine
 from lazygt.passes.base import (
     Dependencies,
-    Placed,
+    NodeRow,
     dependencies,
     moving_views,
-    placed,
     rebuild,
+    rows_of,
     scheduled,
     view_source,
 )
@@ -76,7 +76,7 @@ class Fuse:
         return Prices.of(self._machine or default_machine("cpu"))
 
     def run(self, graph: Graph) -> Graph:
-        order, context = dependencies(graph), Surroundings(graph)
+        order, context = dependencies(graph), GroupContext(graph)
         candidate_groups = [
             group.members for group in _Groups(graph, context.metas, order).all_groups()
         ]
@@ -96,39 +96,39 @@ class Candidate(NamedTuple):
     """Group of nodes that could be fused; often a single node."""
 
     members: list[int]  # node numbers
-    gain: float  # seconds saved, see ``worth``; the group is fused when the gain is above 0
+    gain: float  # seconds saved, see ``compile_gain``; the group is fused when the gain is above 0
     closed: str  # the reason why the group does not grow further; empty: the graph ended
 
 
 def candidates(graph: Graph, prices: Prices) -> list[Candidate]:
     """Return the groups of a graph that could be fused, with their gains."""
-    context = Surroundings(graph)
+    context = GroupContext(graph)
     groups = _Groups(graph, context.metas, dependencies(graph)).all_groups()
     return [
-        Candidate(group.members, worth(context, group.members, prices), group.closed)
+        Candidate(group.members, compile_gain(context, group.members, prices), group.closed)
         for group in groups
     ]
 
 
-class Surroundings:
-    """Graph with tables for repeated queries.
+class GroupContext:
+    """Graph with tables for repeated queries about groups of its nodes.
 
     Attributes:
         metas: of every value.
         rows: the nodes with the numbers of their results.
         readers: for each value the nodes that read or write it.
-        kept: the graph's outputs.
+        outputs: the graph's outputs.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.metas = graph.values
-        self.rows = placed(graph)
+        self.rows = rows_of(graph)
         self.readers: list[list[int]] = [[] for _ in self.metas]
         for row in self.rows:
             for value in (*row.node.refs(), *row.node.writes):
                 self.readers[value].append(row.source)
-        self.kept = set(graph.outputs)
+        self.outputs = set(graph.outputs)
 
     def escaping(self, group: Sequence[int]) -> list[int]:
         """Return the results of a group's members that are read outside of the group."""
@@ -137,7 +137,7 @@ class Surroundings:
             value
             for number in group
             for value in self.rows[number].results
-            if value in self.kept or not members.issuperset(self.readers[value])
+            if value in self.outputs or not members.issuperset(self.readers[value])
         ]
 
     def written(self, group: Sequence[int]) -> dict[int, int]:
@@ -162,7 +162,7 @@ class Surroundings:
         return list(outer)
 
 
-def worth(context: Surroundings, group: Sequence[int], prices: Prices) -> float:
+def compile_gain(context: GroupContext, group: Sequence[int], prices: Prices) -> float:
     """Return the seconds that compiling a group saves per run; at most 0: no gain.
 
     Without fusion each member is launched, reads its operands and writes its results. A compiled
@@ -173,7 +173,7 @@ def worth(context: Surroundings, group: Sequence[int], prices: Prices) -> float:
     return _gain(prices, *_launches(context, group), saved_bytes(context, group))
 
 
-def _launches(context: Surroundings, group: Sequence[int]) -> tuple[int, int]:
+def _launches(context: GroupContext, group: Sequence[int]) -> tuple[int, int]:
     """Return the number of launches without fusion, and of calls of compiled code."""
     tensors = lane_count(context.rows[group[0]].node)
     return len(group) * max(tensors, 1), max(math.ceil(tensors / LANES), 1)
@@ -188,12 +188,12 @@ def _gain(prices: Prices, launches: int, calls: int, saved: int) -> float:
     return (launches - calls) * prices.launch + saved * prices.byte - calls * prices.call
 
 
-def saved_bytes(context: Surroundings, group: Sequence[int]) -> int:
+def saved_bytes(context: GroupContext, group: Sequence[int]) -> int:
     """Return the bytes of memory traffic that a compiled group saves."""
     return sum(times * meta.nbytes for meta, times in _saved(context, group))
 
 
-def _saved(context: Surroundings, group: Sequence[int]) -> list[tuple[TensorMeta, int]]:
+def _saved(context: GroupContext, group: Sequence[int]) -> list[tuple[TensorMeta, int]]:
     """Return (meta, number of reads and writes that a compiled group saves) for each tensor."""
     times: Counter[int] = Counter()
     for number in group:
@@ -205,11 +205,11 @@ def _saved(context: Surroundings, group: Sequence[int]) -> list[tuple[TensorMeta
     return [(meta, count) for meta, count in metas if meta is not None]
 
 
-def _is_profitable(context: Surroundings, group: Sequence[int], prices: Prices) -> bool:
+def _is_profitable(context: GroupContext, group: Sequence[int], prices: Prices) -> bool:
     """Return whether a group has a gain, and can be compiled."""
     saved = _saved(context, group)
-    given = (prices, *_launches(context, group), tuple([times for _, times in saved]))
-    if not guard(_gains, *[meta for meta, _ in saved], given=given):
+    constants = (prices, *_launches(context, group), tuple([times for _, times in saved]))
+    if not guard(_gains, *[meta for meta, _ in saved], constants=constants):
         return False
     if not lane_count(context.rows[group[0]].node):
         return True
@@ -231,6 +231,8 @@ def _gains(
 
 @dataclass(slots=True)
 class _Group:
+    """Group of nodes under construction. Memory is named by the first value in it."""
+
     #: iteration space: the meta of the largest member; None: a group of horizontal ops
     space: TensorMeta | None
     members: list[int] = field(default_factory=list)
@@ -241,7 +243,7 @@ class _Group:
     #: of horizontal ops: the number of tensors, and memory -> index of its tensor in the lists
     tensor_count: int = 0
     list_index: dict[int, int] = field(default_factory=dict)
-    closed: str = ""
+    closed: str = ""  # the reason why it does not grow further; empty: it may
 
     def clashes(self, other: _Group) -> bool:
         """Return whether one group writes memory that the two groups access through several views.
@@ -271,7 +273,12 @@ class _Group:
 
 
 class _Groups:
-    """Greedy grouping in one walk over the nodes."""
+    """Greedy grouping in one walk over the nodes.
+
+    Args:
+        metas: of every value.
+        order: constraints on the order of the nodes.
+    """
 
     def __init__(self, graph: Graph, metas: Metas, order: Dependencies) -> None:
         self.graph, self.metas, self.order = graph, metas, order
@@ -302,7 +309,7 @@ class _Groups:
         return groups
 
     def _open_before(self, number: int) -> list[_Group]:
-        """Return the open groups on which a node depends, the largest first."""
+        """Return the groups that may grow and on which a node depends, the largest first."""
         groups = {
             id(group): group
             for other in self.order.before[number]
@@ -318,7 +325,7 @@ class _Groups:
         results = self.results[number]
         group = _Group(None, [number], tensor_count=tensor_count)
         for index in range(tensor_count):
-            for value in (*part(node, index).refs(), results[index]):
+            for value in (*slice_node(node, index).refs(), results[index]):
                 memory = self.order.memory[value]
                 if group.list_index.setdefault(memory, index) != index:
                     return None
@@ -414,9 +421,10 @@ class _Groups:
 
     def _is_large(self, value: int, space: TensorMeta) -> bool:
         """Return whether a value fills a group's iteration space, and that is not small."""
-        return self.metas[value] == space and not guard(fits, space, given=(SMALL,))
+        return self.metas[value] == space and not guard(fits, space, constants=(SMALL,))
 
     def _close(self, group: _Group, reason: str) -> None:
+        """Let a group grow no further."""
         group.closed = reason
         for member in group.members:
             self.open.pop(member, None)
@@ -435,7 +443,7 @@ def _wider(meta: TensorMeta, other: TensorMeta) -> bool:
 # -- the fused node ------------------------------------------------------------------------------
 
 
-def _fused(context: Surroundings, unit: list[int]) -> Placed:
+def _fused(context: GroupContext, unit: list[int]) -> NodeRow:
     """Return the fused node of a group; a single node as it is."""
     rows = [context.rows[number] for number in unit]
     if len(rows) == 1:
@@ -454,11 +462,11 @@ def _fused(context: Surroundings, unit: list[int]) -> Placed:
         tuple(meta for value in last_versions if (meta := metas[value]) is not None),
         body=body,
     )
-    return Placed(node, [*new_outputs, *last_versions], unit[0])
+    return NodeRow(node, [*new_outputs, *last_versions], unit[0])
 
 
 def _body(
-    context: Surroundings, rows: list[Placed], operands: list[int], outputs: list[int]
+    context: GroupContext, rows: list[NodeRow], operands: list[int], outputs: list[int]
 ) -> tuple[Graph, list[Param]]:
     """Return the members as a subgraph, and the run-time numbers that they use.
 

@@ -1,9 +1,10 @@
-"""Questions: guards on sizes, recorded in passes and evaluated again in other sizes.
+"""Guards on sizes (as in torch.compile), recorded in passes and evaluated again in other sizes.
 
-A pass may compare tensors' shapes, strides and offsets and the sizes in calls of ops for equality,
-and any size with 0 and 1, without a question: programs that differ there are different programs to
-`passes.template` (``specialization_key``). All other decisions by sizes go through ``guard``, so
-that the recorded answers tell whether the pass would decide alike in other sizes.
+A guard is a predicate of some tensors' sizes, with its answer. A pass may compare tensors' shapes,
+strides and offsets and the sizes in calls of ops for equality, and any size with 0 and 1, without a
+guard: programs that differ there are different programs to `passes.template`
+(``specialization_key``). All other decisions by sizes go through ``guard``, so that the recorded
+answers tell whether the pass would decide alike in other sizes.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ A = TypeVar("A")
 
 
 class Guards:
-    """Questions of one run of the passes, with their answers."""
+    """Guards of one run of the passes: predicates with their answers."""
 
     def __init__(self) -> None:
-        #: question, its arguments, ids of its tensors -> question, arguments, tensors, answer
+        #: predicate, its arguments, ids of its tensors -> predicate, arguments, tensors, answer
         self._answers: dict[Any, tuple[Callable[..., Any], tuple[Any, ...], list[TensorMeta], Any]]
         self._answers = {}
 
@@ -34,55 +35,58 @@ class Guards:
 
     def note(
         self,
-        question: Callable[..., Any],
-        given: tuple[Hashable, ...],
+        predicate: Callable[..., Any],
+        constants: tuple[Hashable, ...],
         metas: tuple[TensorMeta, ...],
         answer: Any,
     ) -> None:
-        """Record an answer."""
-        key = question, given, *map(id, metas)
-        self._answers.setdefault(key, (question, given, list(metas), answer))
+        """Record an answer; the arguments are those of ``guard``."""
+        key = predicate, constants, *map(id, metas)
+        self._answers.setdefault(key, (predicate, constants, list(metas), answer))
 
     def hold(self, resize: Resize) -> bool:
         """Return whether all answers are the same in other sizes.
 
-        They are not if a question was about a size that ``resize`` does not replace.
+        They are not if a predicate was about a size that ``resize`` does not replace.
         """
         try:
-            for question, given, metas, answer in self._answers.values():
+            for predicate, constants, metas, answer in self._answers.values():
                 others = [resize.meta(meta) for meta in metas]
-                if others != metas and question(*given, *others) != answer:
+                if others != metas and predicate(*constants, *others) != answer:
                     return False
         except KeyError:
             return False
         return True
 
 
-_ASKED: ContextVar[Guards | None] = ContextVar("asked", default=None)
+_RECORDING: ContextVar[Guards | None] = ContextVar("guards", default=None)
 
 
 @contextmanager
 def recorded_guards() -> Iterator[Guards]:
-    """Record of all questions in the block."""
-    asked = Guards()
-    token = _ASKED.set(asked)
+    """Context that records all guards of the block."""
+    guards = Guards()
+    token = _RECORDING.set(guards)
     try:
-        yield asked
+        yield guards
     finally:
-        _ASKED.reset(token)
+        _RECORDING.reset(token)
 
 
-def guard(question: Callable[..., A], *metas: TensorMeta, given: tuple[Hashable, ...] = ()) -> A:
-    """Return, and record, the answer to a question about the sizes of tensors.
+def guard(
+    predicate: Callable[..., A], *metas: TensorMeta, constants: tuple[Hashable, ...] = ()
+) -> A:
+    """Return, and record, a predicate's answer about the sizes of tensors.
 
     Args:
-        question: a function of ``given`` and these metas, and of nothing else.
-        given: its other arguments; no size.
+        predicate: a function of ``constants`` and these metas, and of nothing else. It may return
+            any value, such as an index.
+        constants: its other arguments; no size.
     """
-    answer = question(*given, *metas)
-    asked = _ASKED.get()
-    if asked is not None:
-        asked.note(question, given, metas, answer)
+    answer = predicate(*constants, *metas)
+    guards = _RECORDING.get()
+    if guards is not None:
+        guards.note(predicate, constants, metas, answer)
     return answer
 
 
@@ -95,15 +99,17 @@ def specialization_key(metas: Iterable[TensorMeta | None], nodes: Iterable[Node]
     Args:
         metas: of the inputs.
     """
-    apart = _Apart()
+    distinct = _Distinct()
     for meta in metas:
-        apart.meta(meta)
+        distinct.meta(meta)
     for node in nodes:
-        apart.node(node)
-    return len(apart.shapes) + len(apart.strides) + len(apart.offsets) + len(apart.calls)
+        distinct.node(node)
+    return (
+        len(distinct.shapes) + len(distinct.strides) + len(distinct.offsets) + len(distinct.calls)
+    )
 
 
-class _Apart:
+class _Distinct:
     """Distinct shapes, strides, offsets and calls."""
 
     def __init__(self) -> None:
@@ -113,12 +119,14 @@ class _Apart:
         self.calls: set[Any] = set()
 
     def meta(self, meta: TensorMeta | None) -> None:
+        """Add the meta of a value."""
         if meta is not None:
             self.shapes.add(meta.shape)
             self.strides.add(meta.stride)
             self.offsets.add(meta.offset)
 
     def node(self, node: Node) -> None:
+        """Add a node with its results and, if it is fused, its members."""
         self.calls.update(_calls(node))
         for meta in node.results:
             self.meta(meta)
@@ -140,7 +148,7 @@ def _without_tensor(arg: Arg) -> Arg:
     return None if type(arg) is Ref else arg
 
 
-# -- questions of several passes -------------------------------------------------------------------
+# -- predicates of several passes ------------------------------------------------------------------
 
 
 def fits(nbytes: int, meta: TensorMeta) -> bool:

@@ -20,7 +20,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref, ref
 from lazygt.graph.ops import overload
 from lazygt.graph.placement import LAUNCH, LAUNCH_, WAIT
-from lazygt.passes.base import Placed, placed, rebuild
+from lazygt.passes.base import NodeRow, rebuild, rows_of
 from lazygt.passes.guards import guard
 
 # -- memory of a launch's results: the launch's buffer, the operand's memory, or new memory --------
@@ -45,7 +45,7 @@ class Unpack:
         aliases = Aliases(graph)
         aliases.run()
         outlive = {aliases.memory[value] for value in graph.outputs}
-        rows = placed(graph)
+        rows = rows_of(graph)
         for pair in pairs:
             launch, wait = rows[pair.launch], rows[pair.wait]
             short_lived = [aliases.lives_until(value) < pair.following for value in wait.results]
@@ -100,7 +100,7 @@ def _packs(launch: Node) -> bool:
     return _scatters(launch) and len(launch.args[1]) > 1
 
 
-def _may_scatter_into_operand(launch: Placed, pair: _Pair, aliases: Aliases) -> bool:
+def _may_scatter_into_operand(launch: NodeRow, pair: _Pair, aliases: Aliases) -> bool:
     """Return whether a reduce-scatter of one value may write its block over that value.
 
     The value's memory must belong to the run (made in it, or donated to it), its layout must be
@@ -111,7 +111,7 @@ def _may_scatter_into_operand(launch: Placed, pair: _Pair, aliases: Aliases) -> 
     value, graph = operand.index, aliases.graph
     meta = graph.values[value]
     memory = aliases.memory[value]
-    is_owned = memory >= len(graph.inputs) or memory in aliases.owned
+    is_owned = memory >= len(graph.inputs) or memory in aliases.overwritten
     others = [alias for alias in aliases.members[memory] if alias != value]
     between = graph.nodes[pair.launch + 1 : pair.wait]
     is_sent_as_it_lies = dim == 0 and meta is not None and meta.plain
@@ -132,7 +132,7 @@ def _over_operand(launch: Node, graph: Graph) -> Node:
 
 
 def _waiting(node: Node, kept_alive: tuple[Ref, ...], copied: tuple[int, ...] = ()) -> Node:
-    """Return the wait with other arguments.
+    """Return a wait (``lazygt.wait``) with other arguments.
 
     Args:
         kept_alive: operands that the launch reads until the wait.
@@ -156,7 +156,7 @@ class Lifetime:
     def run(self, graph: Graph) -> Graph:
         aliases = Aliases(graph)
         metas = graph.values
-        rows = placed(graph)
+        rows = rows_of(graph)
         changed = False
         for number, row in enumerate(rows):
             aliases.visit(number, row.node, row.results)  # type: ignore[arg-type]

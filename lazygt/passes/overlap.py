@@ -30,7 +30,7 @@ from lazygt.graph.placement import (
     REDUCE_SCATTER,
     WAIT,
 )
-from lazygt.passes.base import Placed, by_class, placed, rebuild
+from lazygt.passes.base import NodeRow, by_class, rebuild, rows_of
 from lazygt.passes.bucket import (
     Bucket,
     Caps,
@@ -91,7 +91,7 @@ def _connected_components(graphs: Sequence[Graph], mesh: Mesh) -> list[list[int]
     component = {rank: [rank] for rank in range(len(graphs))}
     axes_of = by_class(_used_axes, graphs)
     for axis in mesh.names:
-        for axis_group in mesh.lines(axis):
+        for axis_group in mesh.axis_groups(axis):
             for rank in axis_group[1:]:
                 if axis in axes_of[rank] and component[rank] is not component[axis_group[0]]:
                     component[axis_group[0]] += component[rank]
@@ -124,13 +124,13 @@ def launched(analysis: CollectiveAnalysis, order: Sequence[Bucket], mesh: Mesh) 
     """
     units = _Units(analysis, order)
     metas = analysis.graph.values
-    rows: list[Placed] = []
-    old = placed(analysis.graph)
+    rows: list[NodeRow] = []
+    old = rows_of(analysis.graph)
     for unit in units.in_order():
         if unit < len(old):
             rows.append(old[unit])
             continue
-        number, half = divmod(unit - len(old), 2)
+        number, half = divmod(unit - len(old), 2)  # half 0 is the bucket's launch, 1 its wait
         members = [old[analysis.collectives[position].node] for position in order[number].members]
         in_flight = len(metas) + number
         halves = _launch_and_wait(members, analysis, order[number], in_flight, mesh, metas)
@@ -142,6 +142,9 @@ class _Units:
     """Units of the list scheduling: nodes, launches and waits, with dependences and priorities.
 
     Old nodes keep their numbers; the launch and the wait of each bucket follow.
+
+    Args:
+        order: the buckets in the order of their launches.
     """
 
     def __init__(self, analysis: CollectiveAnalysis, order: Sequence[Bucket]) -> None:
@@ -198,7 +201,7 @@ class _Units:
         }
         if number:
             before.add(self.launch(number - 1))
-        first_use = min(self.end, *(collective.used for collective in collectives))
+        first_use = min(self.end, *(collective.first_use for collective in collectives))
         launch_key = _Key(max(collective.ready for collective in collectives), 4)
         if bucket.stored:
             launch_key = _Key(-1, 0)
@@ -233,7 +236,7 @@ class _Units:
         if bucket.limited:
             wait = self.wait(number)
             ready = max(self.analysis.collectives[position].ready for position in bucket.members)
-            self.keys[wait] = min(self.keys[wait], _Key(self.analysis.end_of_turn(ready), 0))
+            self.keys[wait] = min(self.keys[wait], _Key(self.analysis.end_of_pass(ready), 0))
         previous = scatters.get(first.axis)
         scatters[first.axis] = number
         if previous is not None and bucket.limited:
@@ -300,13 +303,13 @@ def _readers(graph: Graph) -> list[list[int]]:
 
 
 def _launch_and_wait(
-    members: Sequence[Placed],
+    members: Sequence[NodeRow],
     analysis: CollectiveAnalysis,
     bucket: Bucket,
     in_flight: int,
     mesh: Mesh,
     metas: Sequence[TensorMeta | None],
-) -> tuple[Placed, Placed]:
+) -> tuple[NodeRow, NodeRow]:
     """Return the launch and the wait of a bucket.
 
     Args:
@@ -333,7 +336,7 @@ def _launch_and_wait(
         length = _length(kind, operands, moves, mesh.size(first.axis), received)
         launch = Node(LAUNCH, args, (), (intern((length,), (1,), first.dtype),))
         wait = Node(WAIT, (ref(in_flight), kept_alive, (), first.axis), (), received)
-    return Placed(launch, [in_flight], source), Placed(wait, results, source)
+    return NodeRow(launch, [in_flight], source), NodeRow(wait, results, source)
 
 
 def _known(meta: TensorMeta | None) -> TensorMeta:

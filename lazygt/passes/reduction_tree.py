@@ -48,8 +48,8 @@ class VirtualGroup:
         """Return the shard size of the worker's virtual rank ``which``, for a dim of ``size``."""
         return block_size(size, self.ranks, self.index * self.per_worker + which)
 
-    def meet(self, build: Builder) -> Builder:
-        """Return the builder, set up for collectives among the workers of the axis group."""
+    def set_up(self, build: Builder) -> Builder:
+        """Set the builder up for collectives among the workers of the axis group; return it."""
         build.axis, build.parts, build.index = self.axis, self.workers, self.index
         return build
 
@@ -71,12 +71,12 @@ def all_reduce(build: Builder, group: VirtualGroup, values: Sequence[Ref], op: s
     count = len(subtrees) * group.workers
     stacked = _stacked(build, subtrees)
     if meta.nbytes <= _SMALL or (group.workers == 2 and len(subtrees) == 1):
-        gathered = group.meet(build).all_gather(stacked, 0, count)
+        gathered = group.set_up(build).all_gather(stacked, 0, count)
         return _tree(build, _unstacked(build, gathered), op)
     flat = build.reshape(stacked, (len(subtrees), meta.numel))
-    chunk = group.meet(build).all_to_all(flat, 1, 0, count)
+    chunk = group.set_up(build).all_to_all(flat, 1, 0, count)
     reduced = _tree(build, _unstacked(build, chunk), op)
-    result = group.meet(build).all_gather(reduced, 0, meta.numel)
+    result = group.set_up(build).all_gather(reduced, 0, meta.numel)
     return build.reshape(result, meta.shape)
 
 
@@ -89,7 +89,7 @@ def reduce_scatter(
     if group.workers > 1:
         stacked = _padded(build, _stacked(build, blocks), dim + 1, _padded_size(group, size))
         count = len(blocks) * group.workers
-        received = group.meet(build).all_to_all(stacked, dim + 1, 0, count)
+        received = group.set_up(build).all_to_all(stacked, dim + 1, 0, count)
         blocks = _unstacked(build, received)
     return _local_blocks(build, group, _tree(build, blocks, op), dim, size)
 
@@ -103,7 +103,7 @@ def all_gather(
         return block
     padded_size = _padded_size(group, size)
     padded = _padded(build, block, dim, padded_size // group.workers)
-    return _narrow(build, group.meet(build).all_gather(padded, dim, padded_size), dim, 0, size)
+    return _narrow(build, group.set_up(build).all_gather(padded, dim, padded_size), dim, 0, size)
 
 
 def all_to_all(
@@ -120,7 +120,7 @@ def all_to_all(
         padded_size = _padded_size(group, size)
         block = _padded(build, local, concat, padded_size // group.workers)
         block = _padded(build, block, split, _padded_size(group, length))
-        received = group.meet(build).all_to_all(block, split, concat, padded_size)
+        received = group.set_up(build).all_to_all(block, split, concat, padded_size)
         local = _narrow(build, received, concat, 0, size)
     return _local_blocks(build, group, local, split, length)
 
@@ -183,7 +183,7 @@ def _received_rows(
     others = [worker for worker in range(group.workers) if worker != group.index]
     outgoing = [pieces[pair] for worker in others for pair in between(group.index, worker)]
     send_buffer = _concatenated(build, outgoing or [_rows(build, like, dim, 0, 0)], dim)
-    receive_buffer = group.meet(build).send_recv(send_buffer, dim, worker_sends)
+    receive_buffer = group.set_up(build).send_recv(send_buffer, dim, worker_sends)
     received, start = {}, 0
     for worker in others:
         for pair in between(worker, group.index):
@@ -240,12 +240,12 @@ def _select_or_put_rows(
     value, index = operands[:2]
     if op == TAKE_ROWS:
         if group.workers > 1:
-            return group.meet(build).take_rows(value, index, worker_rows, global_rows)
+            return group.set_up(build).take_rows(value, index, worker_rows, global_rows)
         selected: Ref = build.op("aten.index_select.default", value, 0, index)
         return selected
     source, adds = operands[2], bool(accumulate)
     if group.workers > 1:
-        return group.meet(build).put_rows(value, index, source, worker_rows, global_rows, adds)
+        return group.set_up(build).put_rows(value, index, source, worker_rows, global_rows, adds)
     result: Ref = build.op("aten.index_put.default", value, (index,), source, adds)
     return result
 

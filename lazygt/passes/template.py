@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, verify
-from lazygt.graph.sizes import LEAST, Resize, Sizes, sized, sizes_in
+from lazygt.graph.sizes import LEAST, Resize, Sizes, size_positions, sizes_in
 from lazygt.passes.base import Pass, run_passes
 from lazygt.passes.guards import Guards, recorded_guards, specialization_key
 
@@ -256,7 +256,7 @@ class _SizeMatch:
         """Match the arguments of two calls; return whether they agree but for sizes."""
         if len(old.args) != len(new.args) or len(old.kwargs) != len(new.kwargs):
             return False
-        size_arguments = sized(old.op)
+        size_arguments = size_positions(old.op)
         for position, (old_arg, new_arg) in enumerate(zip(old.args, new.args, strict=True)):
             if not self._match_argument(old_arg, new_arg, position in size_arguments):
                 return False

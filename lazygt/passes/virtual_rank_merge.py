@@ -47,8 +47,8 @@ class VirtualRank:
         at: number of the next node.
         values: local value -> its number in the worker's program; the work key of the allocation
             for memory that is still uninitialised.
-        blanks: local value -> the node that allocates such memory.
-        seen: number of times that each work key has occurred.
+        blanks: local value -> the node that allocates such memory, as late as possible.
+        seen: number of times that each work key (see ``work``) has occurred.
         drawn: random draws so far.
     """
 
@@ -95,6 +95,7 @@ def _arg_key(arg: Arg, values: Sequence[Any]) -> Any:
     return typed_key(arg)
 
 
+#: Placements of each of several values.
 ValuePlacements = Sequence[Placements]
 
 
@@ -121,7 +122,7 @@ def merged(
 
 def _have_same_collectives(graphs: Sequence[Graph], mesh: VirtualMesh, axis: str) -> bool:
     """Return whether the workers of every group of an axis run the same collectives."""
-    axis_groups = mesh.workers.lines(axis)
+    axis_groups = mesh.workers.axis_groups(axis)
     return all(
         len({_collectives_on(graphs[worker], axis) for worker in axis_group}) == 1
         for axis_group in axis_groups

@@ -431,10 +431,10 @@ class PoolLink(ClusterLink):
             connection.close()
             raise
 
-    def look(self) -> None:
-        """See ``Link.look``; also answers the pool while nothing waits for messages."""
+    def update_status(self) -> None:
+        """See ``Link.update_status``; also answers the pool while nothing waits for messages."""
         self._receive_arrived()
-        super().look()
+        super().update_status()
 
     def close(self) -> None:
         """End the workers, or leave them running if the session is detached. Idempotent."""

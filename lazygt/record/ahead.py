@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
 from lazygt.graph.node import Arg, Node, Param
 from lazygt.graph.ops import MASKABLE
-from lazygt.graph.sizes import sized, sizes_in
+from lazygt.graph.sizes import size_positions, sizes_in
 from lazygt.record.infer import SAMPLES, Inference
 from lazygt.record.repeats import Call, Repeat, counts
 from lazygt.record.tensor import NATIVE
@@ -72,14 +72,14 @@ def _next_counterpart(
     if node is None:
         assert old.input is not None
         if differences.resized.isdisjoint(old.input.shape):
-            return old.again(parent)
+            return old.copy_below(parent)
         meta = _resized(old.input, differences.sizes)
         return None if meta is None else TrieNode(parent, meta, input=meta)
     if node.dynamic:
         return None
     same_call = differences.resized.isdisjoint(sizes_in(node))
     if same_call and differences.values.isdisjoint(node.refs()):
-        new = old.again(parent)
+        new = old.copy_below(parent)
     else:
         inferred = _inferred(inference, repeat, parent, old, same_call)
         if inferred is None or counts(inferred) != counts(old):
@@ -115,7 +115,7 @@ def _inferred(
     if results is None:
         return None
     if same_call and results == (node.fresh, node.written, old.numbers):
-        return old.again(parent)
+        return old.copy_below(parent)
     new_node = Node(f.name, *call, results.fresh, node.writes, results.written)
     step = TrieNode(parent, key, new_node, facts=f)
     step.numbers = results.ints
@@ -142,7 +142,7 @@ def _resized_call(
         key: the key of the node's step: (facts, *args, name, value, ...).
         sizes: old size -> new size.
     """
-    size_arguments = sized(node.op)
+    size_arguments = size_positions(node.op)
     args, kwargs, new_key = list(node.args), list(node.kwargs), list(key)
     for position, arg in enumerate(node.args):
         new = _argument(arg, sizes) if position in size_arguments else arg

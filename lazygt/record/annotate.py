@@ -36,8 +36,8 @@ def is_everywhere(t: LazyTensor) -> bool:
     return view_of(t) is None and storage_of(t).remote is not None and not is_placed(t)
 
 
-def stored_now(t: LazyTensor) -> Sharding:
-    """Return a tensor's annotated sharding, else its actual one, else full replication."""
+def current_sharding(t: LazyTensor) -> Sharding:
+    """Return the sharding that the user gave a tensor, else its actual one, else replication."""
     storage = storage_of(t)
     actual = None if storage.remote is None else storage.remote.sharding
     return storage.placed or actual or Sharding((Replicate(),) * len(mesh_of(t).names))
@@ -53,7 +53,7 @@ def set_sharding(t: LazyTensor, sharding: Sharding) -> None:
 
 def assign_stage(t: LazyTensor, index: int, axis: str) -> None:
     """Move a tensor to one rank of a mesh axis (a pipeline stage), in place."""
-    owner, before = storage_of(t).owner, stored_now(t)
+    owner, before = storage_of(t).owner, current_sharding(t)
     placements = list(before.placements)
     placements[mesh_of(t).names.index(axis)] = SingleRank(index)
     with owner.lock:
@@ -94,7 +94,15 @@ def reduce_as(gradient: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 def record_mark(
     op: str, operands: tuple[LazyTensor, ...], rest: tuple[int | str, ...], meta: TensorMeta
 ) -> int:
-    """Record a stage's mark on the first operand; return the number of the new value."""
+    """Record a mark (``passes.sharding.marks``) on the first operand.
+
+    Returns:
+        The number of the new value.
+
+    Args:
+        operands, rest: arguments of the mark: tensors, then others.
+        meta: meta of the first operand.
+    """
     owner = storage_of(operands[0]).owner
     numbers = [owner.index_of(t) for t in operands]
     node = Node(op, (*map(Ref, numbers), *rest), (), (meta,))

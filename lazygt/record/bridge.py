@@ -1,7 +1,8 @@
 """Python side of the native recorder (``lazygt/native``).
 
-C++ records hits of the trie. A miss, and any op that is more than one step, comes here: the Python
-recorder handles it, on the storages, views and steps that C++ shares.
+The *trie* (a prefix tree of recorded programs, ``record.trie``) has a step for each recorded op.
+C++ records hits: ops whose step the trie knows. A miss, and any op that is more than one step,
+comes here: the Python recorder handles it, on the storages, views and steps that C++ shares.
 """
 
 from __future__ import annotations
@@ -46,21 +47,22 @@ from lazygt.record.trie import TraceTrie, TrieNode
 class RecordKind(IntEnum):
     """Kinds of ops by their path through the C++ recorder; ``facts.h`` has the same numbers."""
 
-    PYTHON = 0
-    ORDINARY = 1
-    MASKED = 2
-    DEVICE = 3
-    BOTH_LAZY = 4
-    FLAGGED = 5
-    RESHAPED = 6
-    TWIN = 7
-    ITSELF = 8
-    ITEM = 9
-    AS_VIEW = 10
-    DRAW = 11
-    BLANK = 12
+    PYTHON = 0  # by the Python recorder
+    ORDINARY = 1  # as a step, in C++; so are the next five, with the exceptions that they name
+    MASKED = 2  # not if an index is a mask
+    DEVICE = 3  # not if another device is named
+    BOTH_LAZY = 4  # not if one of the first two arguments is no lazy tensor (``copy_``)
+    FLAGGED = 5  # with other facts if a flag is set, by which the op writes more (batch norm)
+    RESHAPED = 6  # not if the shape stays the same (``view``): then as TWIN
+    TWIN = 7  # no step: another handle for the same values (``detach``)
+    ITSELF = 8  # no step: the first argument is returned
+    ITEM = 9  # no step: a number of the client is read in C++, any other by Python
+    AS_VIEW = 10  # as a view of that shape (``_reshape_alias``)
+    DRAW = 11  # as a step, while the workers have the random stream
+    BLANK = 12  # no step: ``torch.empty``
 
 
+#: Handler of an op -> its kind; other handlers are Python's.
 _KINDS: dict[Any, RecordKind] = {
     handlers.copy: RecordKind.BOTH_LAZY,
     handlers.empty: RecordKind.BLANK,
@@ -75,12 +77,12 @@ _KINDS: dict[Any, RecordKind] = {
 }
 
 
-def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
+def describe_op(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
     """Return an op's description for C++.
 
     Returns:
-        Its kind, the position of the argument that decides, its facts, and its facts if that
-        argument is set.
+        Its kind; the position of the argument that decides (for DEVICE and FLAGGED); its facts;
+        and, for FLAGGED, its facts if that argument is set.
     """
     f = facts(func)
     handler, _ = handlers.handler_of(f)
@@ -103,19 +105,32 @@ def learn(func: Any) -> tuple[int, int, OpFacts, OpFacts | None]:
 
 
 class NativeTrace(Trace):
-    """Trace with its newest part in C++; Python reads that part on demand."""
+    """Trace with its newest part in C++; Python reads that part on demand.
+
+    Args:
+        owner: owner of the storages of its values.
+        native: the C++ recorder, which begins the trace at the trie's root.
+    """
 
     __slots__ = ("_call_sites", "_ids", "_native", "_params", "_serial", "_step")
 
+    # without the base's __init__: it sets attributes that C++ has, which are properties here
     def __init__(self, owner: Owner, trie: TraceTrie, inference: Inference, native: Any) -> None:
         self.owner, self.trie, self.inference = owner, trie, inference
         self._serial = new_serial()
-        self.first_miss, self.forward_ops, self.uploaded, self.split = None, {}, {}, 0
+        self.first_miss = None
+        self.forward_ops = {}
+        self.uploaded = {}
+        self.split = 0
         self._repeat = None
+        #: run-time numbers and call sites that were read from C++ so far
         self._params: list[Any] = []
         self._call_sites: Any = []
+        #: ids of the inputs' blocks, once the trace has ended
         self._ids: Collection[int] = ()
+        #: the step that was read from C++ last
         self._step: TrieNode = trie.root
+        #: the C++ recorder; None once the trace has ended
         self._native = native
         native.begin(self._serial, trie.root, self)
 
@@ -338,7 +353,11 @@ class NativeRecorder(Recorder):
     # -- callbacks of C++ --------------------------------------------------------------------------
 
     def step_for(self, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrieNode:
-        """Return the step of an op that missed in C++; its run-time numbers are already noted."""
+        """Return the step of an op that missed in C++; its run-time numbers are already noted.
+
+        Raises:
+            LazyGTError: C++ noted other numbers than Python would.
+        """
         params = self.trace.params
         noted = params[self.trace.step.params :]
         before = len(params)
@@ -412,14 +431,19 @@ class _ClosedOwner:
 
 def connect() -> None:
     """Register Python's callbacks in C++; called once, when the device is registered."""
-    NATIVE.connect(learn, chains.view_ops, is_library, _ClosedOwner())
+    NATIVE.connect(describe_op, chains.view_ops, is_library, _ClosedOwner())
 
 
 def shown_of(
-    numbers: tuple[int, ...], makers: tuple[int, ...], shardings: tuple[Sharding | None, ...]
+    numbers: tuple[int, ...], producers: tuple[int, ...], shardings: tuple[Sharding | None, ...]
 ) -> Any:
-    """Return a plan's outputs in C++'s form, from which handles are bound to a run's results."""
-    return None if NATIVE is None else NATIVE.Outputs(numbers, makers, shardings)
+    """Return a plan's outputs in C++'s form, from which handles are bound to a run's results.
+
+    Args:
+        numbers: the outputs' value numbers in the trace.
+        producers: for each output, the number of the recorded op that computes it.
+    """
+    return None if NATIVE is None else NATIVE.Outputs(numbers, producers, shardings)
 
 
 def new_recorder(

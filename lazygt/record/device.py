@@ -43,9 +43,9 @@ from lazygt.record.context import NAME, OpenSession, note_use, recorder, session
 from lazygt.record.custom import registry
 from lazygt.record.formulas import autocast, derivatives
 from lazygt.record.formulas.decompositions import (
+    CPU_KERNELS,
     DECOMPOSED,
-    KERNELS_OF_THEIR_OWN,
-    KERNELS_ON_GPUS,
+    GPU_KERNELS,
     register_decompositions,
     register_for_gpus,
 )
@@ -90,7 +90,7 @@ def open_session(session: OpenSession) -> None:
             session_stack.append(session)
             note_use()
             _update_patches()
-        session.recorder.take_flags()
+        session.recorder.update_flags()
     except BaseException:
         leave_session(session)
         raise
@@ -101,7 +101,7 @@ def _prepare_for_gpus() -> None:
     """Register the kernels that only sessions on GPUs need, once in a process."""
     _libraries.append(register_for_gpus(_fallback if NATIVE is None else None))
     if NATIVE is not None:
-        for name in KERNELS_ON_GPUS:
+        for name in GPU_KERNELS:
             NATIVE.record_whole("aten", name)
 
 
@@ -407,7 +407,7 @@ def register() -> None:
     if NATIVE is not None:
         bridge.connect()
         written = {*kernels, *DECOMPOSED, *RECURRENT}
-        NATIVE.register_device(written, set(KERNELS_OF_THEIR_OWN), _without_session)
+        NATIVE.register_device(written, set(CPU_KERNELS), _without_session)
     derivatives.register_optimizers()
     # before torch's own (priority 23), which asks for a storage in this process and crashes
     torch.serialization.register_package(9, _no_tag, _deserialize)

@@ -80,7 +80,10 @@ def shows_full_storage(t: Any) -> bool:
 
 
 def flagged(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return NotImplemented: handler of ops that write more arguments when a flag is set."""
+    """Return NotImplemented: handler of ops that write more arguments when a flag is set.
+
+    It marks them: the recorder looks at the flag (``UNDECLARED_WRITES``).
+    """
     return NotImplemented
 
 
@@ -159,7 +162,7 @@ def to_copy(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _from_host(recorder: OpRecorder, source: torch.Tensor, kwargs: Kwargs) -> Any:
-    """Upload for ``cpu.to("lazygt")``, where torch lets the op reach the device it names."""
+    """Upload the source of ``cpu.to("lazygt")``, converted on the client."""
     host = source.cpu()
     dtype = kwargs.get("dtype") or host.dtype
     memory_format = kwargs.get("memory_format") or torch.preserve_format
@@ -185,7 +188,7 @@ def to_other_device(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs)
 
 
 def _arange(recorder: OpRecorder, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Create a range on another device, or record it with a run-time start."""
+    """Create a range on another device, or record it, with a run-time start if that varies."""
     other_device = to_other_device(recorder, func, args, kwargs)
     return (
         pieces.arange(recorder, func, args, kwargs)

@@ -52,8 +52,8 @@ class Idle:
             self._sessions, self._nodes = Idle.sessions, _autograd._get_sequence_nr()
         self.entered = True
 
-    def ended_unused(self) -> None:
-        """Warn of a session that recorded and uploaded nothing while the CPU was used."""
+    def warn_unused(self) -> None:
+        """Warn, if the CPU was used meanwhile, that the session recorded and uploaded nothing."""
         only_session = Idle.sessions == self._sessions  # else nodes may be of the other one's ops
         has_gradients = only_session and _autograd._get_sequence_nr() > self._nodes
         if self._default_device and (self.made_elsewhere or has_gradients):
@@ -66,8 +66,8 @@ class Idle:
                 f"tracing=Tracing(default_device=False)."
             )
 
-    def used(self) -> None:
-        """Warn of a session method that is called before the session was ever entered."""
+    def warn_if_never_entered(self) -> None:
+        """Warn if the session was never entered; called by methods that need an open session."""
         if not self.entered:
             self._warn(
                 f"the session made at {self._site} was never entered: nothing goes to its workers, "
@@ -76,7 +76,7 @@ class Idle:
 
     def close(self) -> None:
         """Note that the session ends, or is garbage-collected."""
-        self.used()
+        self.warn_if_never_entered()
         self._finalizer.detach()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -87,7 +87,7 @@ class Idle:
         self._steps = self._steps + 1 if on_cpu == self._on_cpu else 1
         self._on_cpu = on_cpu
         if not self.entered:
-            self.used()
+            self.warn_if_never_entered()
             return False
         if on_cpu and self._steps == _MOST_STEPS:
             self._warn(

@@ -30,6 +30,9 @@ _Call = tuple[
 class Inference:
     """Rules, and a bounded cache of inferred results.
 
+    Args:
+        device_type: type of the device that the workers compute on.
+
     Attributes:
         quick, runs: number of answers by a rule, and of runs of a meta kernel.
     """
@@ -178,8 +181,8 @@ def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any
 # A worker compares the results of a plan's first run with the recorded metas. A result with other
 # strides retains its kernel's layout, so that later sums have eager torch's bits, unless a later
 # view needs the recorded strides (``runtime.executors.kernel_layouts``); outputs have the recorded
-# layout. The worker reports the strides, the client infers those from then on, and removes the
-# steps that were recorded with others: they are recorded again, as on the workers' own device.
+# layout. The worker reports the strides; the client infers those from then on, and removes the
+# steps that were recorded with others, which are recorded again.
 
 #: (node of a plan's steps, result, strides of its kernel).
 Relaid = tuple[int, int, tuple[int, ...]]
@@ -193,10 +196,16 @@ class _Stale(NamedTuple):
     meta: TensorMeta | None
 
 
-def learn(
+def apply_stride_reports(
     inference: Inference, trie: TraceTrie, reports: Iterable[tuple[Graph, Iterable[Relaid]]]
 ) -> list[Any]:
     """Apply the workers' reports of strides; called only while nothing is recorded.
+
+    Later results are inferred with the reported strides, and the steps that were recorded with
+    others are removed from the trie.
+
+    Args:
+        reports: (graph of a plan's steps, results with other strides).
 
     Returns:
         The plans that are invalid now.
@@ -213,7 +222,7 @@ def learn(
             _Stale(node.op, position, meta) in stale for position, meta in enumerate(node.fresh)
         )
 
-    return trie.cut(is_stale)
+    return trie.remove_stale(is_stale)
 
 
 def _corrected(inference: Inference, graph: Graph, results: Iterable[Relaid]) -> set[_Stale]:

@@ -1,7 +1,8 @@
 """Ops rewritten so that their varying position is one run-time number.
 
-The position of these ops is two numbers, or decides their validity. They are rewritten only where
-the position varies (``moving.position_varies``); elsewhere they are recorded as they are.
+A position is an int that selects elements and shapes no result (``positions``). That of these ops
+is two numbers, or decides their validity. They are rewritten only where the position varies
+(``moving.position_varies``); elsewhere they are recorded as they are.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _MOST_POINTS = 20_000
 
 
 class Moved(NamedTuple):
-    """Op that gets its position at run time."""
+    """Op that gets its position at run time (the position *moves*)."""
 
     #: facts of the op that does it: a slice is a ``narrow``, with its length an argument
     facts: OpFacts

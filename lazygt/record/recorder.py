@@ -1,4 +1,4 @@
-"""Hot path of recording: each op advances the trace by one step of the trie.
+"""Hot path of recording: each op advances the trace by one step of the trie (``record.trie``).
 
 Every op comes to ``Recorder.record``. On a hit the recorder looks the step up in a dictionary and
 makes the handles of its results. On a miss (``miss``) the results' metas are inferred, and a wrong
@@ -52,7 +52,13 @@ _PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.layout, torch
 
 
 class Recorder:
-    """Recorder of ops into the current trace; it decides when to ship the trace."""
+    """Recorder of ops into the current trace; it decides when to ship the trace.
+
+    Args:
+        worker_device: type of the device that the workers compute on.
+        ship_code: True if code of custom ops may be sent to the workers.
+        heeds_threads: workers use as many threads as the program has set in torch.
+    """
 
     #: the session that submits the traces; it sets this attribute itself
     sink: TraceSink
@@ -83,8 +89,10 @@ class Recorder:
         self.on_overwritten: Callable[[Storage, Held], None] | None = None
         #: ops of the traces before this one
         self.shipped_ops = 0
+        #: id of an op -> its facts, its handler, and the keyword that the handler acts on
         self._known: dict[int, tuple[OpFacts, Handler | None, str | None]] = {}
         self._backward_call_site: CallSite | None = None
+        #: error of a backward op or hook, raised when the backward pass has ended
         self.backward_error: BaseException | None = None
         #: the op before which over-long traces end, once one has
         self.anchor: TracePoint | None = None
@@ -112,7 +120,7 @@ class Recorder:
         try:
             try:
                 known = self._known.get(id(func))
-                f, handler, keyword = known if known is not None else self._learn(func)
+                f, handler, keyword = known if known is not None else self._look_up(func)
                 if self.closed:
                     raise closed_error()
                 if handler is not None and (keyword is None or (kwargs and keyword in kwargs)):
@@ -146,7 +154,10 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
     ) -> Any:
-        """Look the op's step up by its key (a miss adds it), and return the user's results."""
+        """Look the op's step up by its key (a miss adds it), and return the user's results.
+
+        An op whose tensors are all numbers of the client is computed there instead, unrecorded.
+        """
         trace = self.trace
         serial = trace.serial
         key: list[Any] = [f]
@@ -235,7 +246,7 @@ class Recorder:
             self.overflow()
         return result
 
-    def _learn(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None, str | None]:
+    def _look_up(self, func: torch._ops.OpOverload) -> tuple[OpFacts, Handler | None, str | None]:
         """Return an op's facts, handler and the handler's keyword, and cache them."""
         f = facts(func)
         entry = self._known[id(func)] = f, *handler_of(f)
@@ -323,7 +334,11 @@ class Recorder:
         return self.sink.upload(source, meta)
 
     def overwritten(self, storage: Storage, before: Held) -> None:
-        """Note that no op of a trace, but an upload, replaced a storage's full value."""
+        """Note that an upload, not an op of a trace, replaced a storage's full value.
+
+        Args:
+            before: the replaced value.
+        """
         if self.on_overwritten is not None:
             self.on_overwritten(storage, before)
 
@@ -394,7 +409,7 @@ class Recorder:
             if self.trace.step.depth and not self.closed:
                 self.flush("torch flag changed")
 
-    def take_flags(self) -> None:
+    def update_flags(self) -> None:
         """Read torch's flags; if they changed, begin a new trace under them."""
         flags = read_flags(self._heeds_threads)
         if flags == self.flags or self.closed:
@@ -403,7 +418,7 @@ class Recorder:
             self.ship_before_flags_change()
             self.flags = flags
             self._inferences.setdefault(flags, Inference(self.worker_device))
-            self.trie.begin_under(flags)
+            self.trie.set_root(flags)
             self.next_trace()
 
     def next_trace(self) -> None:
@@ -427,14 +442,17 @@ class Recorder:
         step = self.trace.step
         if step.full:
             self.anchor = self.trace.rarest_repeated()
-        elif self.anchor != self.trace.here() or not self.trie.half_full(
+        elif self.anchor != self.trace.current_point() or not self.trie.half_full(
             step, self.trace.bytes_alive
         ):
             return
         self.flush("trace too long")
 
     def call_site_of(self, index: int) -> CallSite | None:
-        """Return the user's call of the op that makes value ``index`` of the trace."""
+        """Return the user's call of the op that computes value ``index`` of the trace.
+
+        For an op of a backward pass that is the call of ``.backward()``.
+        """
         return self.trace.call_site_of(index) or self._backward_call_site
 
     @property

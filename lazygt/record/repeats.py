@@ -121,7 +121,7 @@ class Repeat:
         assert node is not None
         if step.key != key or not self.differences.values.isdisjoint(node.refs()):
             return None
-        return step.again(parent)
+        return step.copy_below(parent)
 
     def follow(self, new: TrieNode, step: TrieNode | None) -> None:
         """Set the last step of this trace and its counterpart, if both have equal counts."""

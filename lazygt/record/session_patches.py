@@ -145,7 +145,7 @@ def _watched(setter: Callable[..., Any], unchanged: Callable[..., bool]) -> Call
                 result = setter(*args, **kwargs)
             finally:
                 for session in sessions:
-                    session.recorder.take_flags()
+                    session.recorder.update_flags()
         return result
 
     return watched

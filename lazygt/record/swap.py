@@ -39,7 +39,6 @@ _compatible: Any = torch._has_compatible_shallow_copy_type
 
 
 class _Applying(threading.local):
-    #: inside ``_apply`` of a TorchScript module
     """Thread-local flag: ``_apply`` of a TorchScript module is running."""
 
     scripted = False
@@ -109,7 +108,7 @@ def move_to_host(t: LazyTensor, value: torch.Tensor) -> bool:
 
 
 def _check(t: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise for a move that is not possible, before anything is moved."""
+    """Raise if ``t`` can't be moved to the device of ``value``, before anything is moved."""
     if t.grad is not None and not _is_movable(t.grad):
         raise NotImplementedError(
             f"a tensor of shape {list(t.shape)} can't be moved to {value.device} with its gradient "
@@ -180,7 +179,14 @@ def _swap(t: torch.Tensor, other: torch.Tensor, cls: type) -> None:
 def _exchange(
     t: torch.Tensor, replacement: torch.Tensor, cls: type, moved_grad: torch.Tensor | None
 ) -> None:
-    """Put ``replacement``'s TensorImpl under ``t``; keep gradient, requires_grad and hooks."""
+    """Put ``replacement``'s TensorImpl under ``t``; keep gradient, requires_grad and hooks.
+
+    ``replacement`` becomes the old tensor; a backward pass that reaches it raises.
+
+    Args:
+        cls: the new class of ``t``.
+        moved_grad: the values of the gradient on the new device.
+    """
     grad, needs_grad = t.grad, t.requires_grad
     _swap(t, replacement, cls)
     t.requires_grad, replacement.grad = needs_grad, None

@@ -93,7 +93,8 @@ class Storage:
         remote: the value on the workers.
         host: the value on the client: a single number that no op has combined with worker data.
         blank: True after ``torch.empty``, until the first write.
-        placed: the user's sharding, or None; later values are stored with it too.
+        placed: the sharding that the user gave it (its annotation), or None; later values of the
+            storage get it, too.
     """
 
     __slots__ = ("__weakref__", "_addresses", "blank", "host", "index", "meta", "owner", "placed",
@@ -147,7 +148,7 @@ class Storage:
 
 
 class Held(NamedTuple):
-    """Snapshot of a storage's value that no op of the trace has made."""
+    """Snapshot of a storage's value, if that is no result of the trace."""
 
     key: int | None  # key, sharding: id and sharding of a value on the workers
     sharding: Sharding | None
@@ -190,6 +191,8 @@ class ViewOp:
     """View op between a storage and a handle, without its operand.
 
     Attributes:
+        key: the op's key in the trie, as of the step that recorded it.
+        position: position of the viewed operand among the arguments.
         meta: meta of its result number ``which``, in a graph.
         pitch: bytes from one position to the next, if the position is a run-time number.
     """
@@ -273,7 +276,7 @@ _LAZY_CLASS: Any = torch._C._TensorMeta if NATIVE is None else _NativeClass
 
 
 class Above(NamedTuple):
-    """LazyTensor's functions from modules that import this one."""
+    """LazyTensor's functions from modules above this one, which import it."""
 
     #: ``t.data = value`` for a value on the host; returns False if that is not possible
     move_to_host: Callable[[LazyTensor, torch.Tensor], bool]

@@ -1,4 +1,8 @@
-"""Trace: the ops recorded since the last flush, with their values and inputs."""
+"""Trace: the ops recorded since the last flush, with their values and inputs.
+
+A trace is a path through a *trie* (a prefix tree, see ``record.trie``): its ops and inputs are
+*steps*, nodes of the trie that it shares with equal earlier traces.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,7 +37,10 @@ from lazygt.record.tensor import (
     view_of,
     wrapper,
 )
-from lazygt.record.trie import TraceTrie, TrieNode, makers
+from lazygt.record.trie import TraceTrie, TrieNode, producers
+
+if TYPE_CHECKING:
+    from lazygt.runtime.values import RemoteValue
 
 #: (op, the user's frame that it was recorded at).
 TracePoint = tuple[OpFacts | None, CallSite | None]
@@ -57,10 +64,31 @@ class TraceSink(Protocol):
     def submit(
         self, trace: Trace, reason: str, fetch: Any, ask: bool, as_number: bool = False
     ) -> Any:
-        """Run a trace; return the reply if a value is fetched or results are requested."""
+        """Run a trace.
 
-    def upload(self, source: torch.Tensor, meta: TensorMeta) -> Any:
-        """Copy a CPU tensor for the workers now; return its RemoteValue."""
+        Args:
+            reason: reason of the flush, for reports.
+            fetch: the storage whose value is returned; None: none is.
+            ask: the last op is data-dependent, and its results are requested.
+            as_number: a Python number is enough for a fetched value.
+
+        Returns:
+            The fetched value, or the reply with the requested results; waits for it. Else None.
+        """
+
+    def upload(self, source: torch.Tensor, meta: TensorMeta) -> RemoteValue:
+        """Copy a CPU tensor for the workers.
+
+        The values are copied before this returns, so the caller may overwrite them; the copy is
+        sent with the next run.
+
+        Args:
+            source: the CPU tensor.
+            meta: layout and dtype of the value on the workers.
+
+        Returns:
+            The handle of the value.
+        """
 
     def after_backward(self) -> None:
         """Make the sync point at the end of ``.backward()``."""
@@ -108,13 +136,13 @@ class Trace:
         owner: owner of the storages of its values.
         step: the step of the trie that it has reached.
         storages: value number -> the storage that shows it (None: nothing of the user's ever does).
-        inputs: (storage, remote value) a slot; input k is value number ~k.
+        inputs: (storage, remote value) of each input; input k is value number ~k, a negative one.
         params: its run-time numbers.
         call_sites: the user's frame of each op, by op number.
         first_miss: (step, key, facts, call site) of the first step that the trie did not know.
         forward_ops: autograd's sequence number -> op.
         uploaded: id of a CPU tensor that an op was called with -> number and meta of its upload.
-        split: number of ops in excess, since some are recorded as several.
+        split: number of ops in excess, since some of the user's ops are recorded as several.
         shown: the storages that have shown its values, once it has ended.
     """
 
@@ -255,7 +283,7 @@ class Trace:
         return chains.missing_step(self, view, op, key, index, meta) if step is None else step
 
     def own(self, storage: Storage, index: int) -> None:
-        """Set the storage's current value to value ``index`` of the trace."""
+        """Set the storage's current value to value ``index`` of the trace: an op has written it."""
         self.storages[index] = weakref.ref(storage)
         storage.set_recorded(self.serial, index)
 
@@ -268,7 +296,12 @@ class Trace:
     # -- steps ---------------------------------------------------------------------------
 
     def internal(self, key: tuple[Any, ...], node: Node, f: OpFacts | None = None) -> int:
-        """Record an op that the user did not write; return its first result's number."""
+        """Record an op that the user did not write; return its first result's number.
+
+        Args:
+            key: key of its step.
+            node: the op, for a step that the trie does not know.
+        """
         try:
             step = self.step.children.get(key)
             if step is None:
@@ -294,7 +327,10 @@ class Trace:
         self.storages.extend([None] * (step.values - len(self.storages)))
 
     def hoist(self, number: Any) -> Param:
-        """Append a run-time number to the trace; the next step has to use it."""
+        """Append a run-time number to the trace, which the next step has to use; return its Param.
+
+        It is hoisted out of the plan: a number that changes from run to run needs no new plan.
+        """
         self.params.append(number)
         return Param(len(self.params) - 1)
 
@@ -384,7 +420,8 @@ class Trace:
         """Bind the storages that are alive to the outputs of the trace's run.
 
         Args:
-            plan: the plan of the run.
+            plan: the cached plan of the run.
+            living: the storages, and their values' numbers in the trace.
             values: the plan's outputs.
             backward: the user's line for ops that have none of their own.
         """
@@ -393,7 +430,7 @@ class Trace:
             position = plan.positions[index]
             value = outputs[position]
             value.sharding = plan.shardings[position]
-            value.call_site = self.call_sites[plan.makers[position]] or backward
+            value.call_site = self.call_sites[plan.producers[position]] or backward
             storage.set_remote(value)
 
     def bytes_alive(self) -> int:
@@ -406,10 +443,10 @@ class Trace:
         """Return the user's call of the op that makes a value; None for an input or a backward."""
         if index < 0:
             return None
-        return self.call_sites[makers(self.step.path())[index]]
+        return self.call_sites[producers(self.step.path())[index]]
 
-    def here(self) -> TracePoint:
-        """Return the program point of the newest op: its facts and the user's line."""
+    def current_point(self) -> TracePoint:
+        """Return the program point of the op recorded last: its facts and the user's line."""
         return self.step.facts, self.call_sites[-1] if self.call_sites else None
 
     def rarest_repeated(self) -> TracePoint | None:
@@ -435,7 +472,7 @@ def written_tensors(f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [t for t in flat if t is not None]
 
 
-def returned(
+def user_results(
     f: OpFacts,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

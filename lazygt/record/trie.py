@@ -1,4 +1,4 @@
-"""Trie of recorded steps: shape cache, plan cache and guard in one.
+"""Trie (prefix tree) of recorded steps: shape cache, plan cache and guard in one.
 
 Each node is one step of a trace: an input that enters, or an op. Its key has all that is
 structural: the op, the numbers of its operands, its int and flag arguments, the *types* of its
@@ -29,6 +29,8 @@ class TrieNode:
     """Recorded step of a trace.
 
     Attributes:
+        children: key -> the steps that have followed.
+        plans: numbers of the outputs -> cached plan of a trace that ends here.
         make: the meta of the result, for the common op that returns one new tensor.
         itself: the op writes its first argument, keeps the shape, and returns it.
         view_ops: for an op that returns views, the view ops of their chains, once computed.
@@ -92,7 +94,7 @@ class TrieNode:
             if single and not node.writes and not node.dynamic:
                 self.make = node.fresh[0]
 
-    def again(self, parent: TrieNode) -> TrieNode:
+    def copy_below(self, parent: TrieNode) -> TrieNode:
         """Return a copy of this step below another one, where its operands have the same metas."""
         before = self.parent
         assert before is not None
@@ -150,7 +152,7 @@ class TraceTrie:
     ) -> None:
         #: torch's flags -> the root of the traces under them
         self._roots: dict[Flags, TrieNode] = {}
-        self.begin_under(())
+        self.set_root(())
         self.max_depth, self.max_bytes, self._ranks = max_depth, max_bytes, ranks
         self.steps = 0
         self.positions = PositionsByPoint()
@@ -166,7 +168,7 @@ class TraceTrie:
         #: mark the plan of this id as used
         self.touch = self._recent.touch
 
-    def begin_under(self, flags: Flags) -> None:
+    def set_root(self, flags: Flags) -> None:
         """Set the root for traces under these flags of torch."""
         self.root = self._roots.setdefault(flags, TrieNode(None, flags))
 
@@ -233,7 +235,7 @@ class TraceTrie:
         """
         return nbytes // self._ranks if step.placed else nbytes
 
-    def kept(self) -> list[Any]:
+    def plans(self) -> list[Any]:
         """Return all plans, least recently used first."""
         return [step.plans[outputs] for _, (step, outputs) in self._recent.items()]
 
@@ -245,11 +247,11 @@ class TraceTrie:
         dropped = [self._remove_plan(location, step) for _, location in evicted]
         dropped += self._remove_superseded(step)
         while len(self._recent) > 1 and self.steps > self._max_steps:
-            _, location = self._recent.oldest()
+            _, location = self._recent.pop_oldest()
             dropped.append(self._remove_plan(location, step))
         return dropped
 
-    def cut(self, stale: Callable[[TrieNode], bool]) -> list[Any]:
+    def remove_stale(self, stale: Callable[[TrieNode], bool]) -> list[Any]:
         """Remove the steps for which ``stale`` holds, with their subtrees; return their plans."""
         pending, dropped = [*self._roots.values()], []
         while pending:
@@ -330,8 +332,8 @@ def flags_of(steps: list[TrieNode]) -> Flags:
     return flags
 
 
-def makers(steps: list[TrieNode]) -> list[int]:
-    """Return, for each value that a trace's ops make, the number of its op."""
+def producers(steps: list[TrieNode]) -> list[int]:
+    """Return, for each value that a trace's ops compute, the number of the op."""
     nodes = [step.node for step in steps if step.node is not None]
     return [number for number, node in enumerate(nodes) for _ in node.results]
 

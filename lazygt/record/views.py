@@ -20,7 +20,7 @@ from lazygt.record.tensor import (
     view_of,
     wrapper,
 )
-from lazygt.record.trace import Trace, returned, written_tensors
+from lazygt.record.trace import Trace, user_results, written_tensors
 from lazygt.record.trie import TrieNode
 
 
@@ -46,7 +46,7 @@ def results(
         trace.show(index, meta) if meta is not None else None
         for index, meta in enumerate(node.fresh, step.first)
     ]
-    return returned(f, args, kwargs, fresh, step.numbers)
+    return user_results(f, args, kwargs, fresh, step.numbers)
 
 
 def resize(t: LazyTensor, meta: TensorMeta) -> None:
@@ -55,7 +55,7 @@ def resize(t: LazyTensor, meta: TensorMeta) -> None:
 
 
 def write(trace: Trace, t: LazyTensor, index: int) -> None:
-    """Note that an op has written a handle; value ``index`` is its new version.
+    """Note that an op has written a handle: value ``index`` is its new version.
 
     For a view, a ``write_back`` of the new version into the view's storage is recorded.
     """

@@ -88,7 +88,7 @@ class RecoveryClient(Protocol):
     def send_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
         """Send each rank its message."""
 
-    def take(self, message: tuple[int, list[memoryview]]) -> None:
+    def handle(self, message: tuple[int, list[memoryview]]) -> None:
         """Handle a worker's message."""
 
     @property
@@ -550,5 +550,5 @@ class RollbackRecovery:
         """
         message = self._link.receive(timeout)
         while message is not None:
-            self._client.take(message)
+            self._client.handle(message)
             message = self._link.receive(0)

@@ -25,7 +25,7 @@ from lazygt.record.recorder import Recorder
 from lazygt.record.rng import SEEDS
 from lazygt.record.tensor import Held, Storage, is_lazy, storage_of
 from lazygt.record.trace import Shown
-from lazygt.record.trie import Provenance, TrieNode, makers, sites_of
+from lazygt.record.trie import Provenance, TrieNode, producers, sites_of
 from lazygt.runtime.client.client import Client
 from lazygt.submit.planner import CachedPlan, Planner, input_sharding
 
@@ -292,7 +292,7 @@ class Rollback:
         for storage, number in undone.recomputed.items():
             position = plan.positions[number]
             values[number].sharding = plan.shardings[position]
-            values[number].call_site = sites[plan.makers[position]] or backward
+            values[number].call_site = sites[plan.producers[position]] or backward
             storage.set_remote(values[number])
         self._planner.forget([plan])
 
@@ -373,7 +373,9 @@ def _last_values(
     """
     last = {
         storage: (op, number)
-        for number, (storage, op) in enumerate(zip(run.shown.values, makers(before), strict=False))
+        for number, (storage, op) in enumerate(
+            zip(run.shown.values, producers(before), strict=False)
+        )
         if storage is not None
     }
     held = {}

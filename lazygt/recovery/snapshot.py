@@ -88,9 +88,9 @@ class Snapshots:
         answer = Snapped(snap.number, (), failed, next_dynamic, state, begin=begin)
         device_copies = None
         if self._copies is not None:  # copies on the GPU and their event; None: no memory for them
-            device_copies = self._copies.set_aside([flat for _, flat in new.values()])
+            device_copies = self._copies.copy_on_device([flat for _, flat in new.values()])
         if device_copies is None:
-            kernels.finish(self._device)  # raises for a failed op, before the state is copied
+            kernels.synchronize(self._device)  # raises for a failed op, before the state is copied
             return self._copy_to_host(answer, snap.committed, new)
         copies, event = device_copies
         flat_of = dict(zip(new, copies, strict=True))
@@ -153,7 +153,7 @@ class Snapshots:
     ) -> Snapped:
         """Copy as ``_copy_to_host``, on a side stream after an event of the GPU."""
         assert self._copies is not None
-        with self._copies.beside(event):
+        with self._copies.download_stream(event):
             return self._copy_to_host(answer, committed, new)
 
     def _copy_to_host(self, answer: Snapped, committed: int, new: Uncopied) -> Snapped:
@@ -172,7 +172,7 @@ class Snapshots:
                 slot = self._memory.put(flat, non_blocking=True)
                 table[key] = Copied(key, meta, slot.offset, slot.nbytes)
             if self._copies is not None:
-                self._copies.finish()
+                self._copies.synchronize()
         except (MemoryError, RuntimeError) as error:
             if kernels.is_lost(self._device):
                 raise

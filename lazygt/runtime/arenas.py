@@ -56,17 +56,17 @@ class Slot:
 class _Segment:
     """One mapping; for the owner, with its sorted free list of (begin, end) ranges."""
 
-    start: int
+    start: int  # offset in the memfd
     nbytes: int
     memory: mmap.mmap
     free: list[tuple[int, int]] = field(default_factory=list)
-    populated: int = 0
+    populated: int = 0  # bytes, from the beginning on, whose pages are faulted in
     #: True if the ``mapped`` callback has accepted the mapping
     watched: bool = False
 
 
 class Arena:
-    """A growing region of shared memory. Make it with `create`, `own` or `attach`.
+    """A growing region of shared memory. Create it with `create`, `own` or `attach`.
 
     The owner's methods may be called from several threads; `free` may also be called from a
     finalizer, even one that runs while the same thread is inside another method.
@@ -122,7 +122,7 @@ class Arena:
         os.pwrite(self.fd, _NOTE_FORMAT.pack(first, second), _NOTE_OFFSET)
 
     def claim(self, offset: int, nbytes: int) -> None:
-        """Allocate a range at a fixed offset, with data of an earlier process.
+        """Allocate a range at a fixed offset, whose data an earlier owner has written.
 
         Raises:
             ProtocolError: the range does not lie inside one segment.
@@ -142,7 +142,7 @@ class Arena:
             self._bytes_in_use += size
 
     def put(self, source: torch.Tensor, *, non_blocking: bool = False) -> Slot:
-        """Copy a tensor of any strides into a new slot, contiguously. One copy, many threads.
+        """Copy a tensor of any strides into a new slot, contiguously, by several threads.
 
         Args:
             non_blocking: return before a GPU has made the copy, as ``Tensor.copy_`` may.
@@ -236,6 +236,7 @@ class Arena:
             raise ValueError("this process only maps the arena; its owner allocates and frees")
 
     def _buffer(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+        """Return a buffer over a range, after mapping its segment."""
         index = self._index_of(offset, nbytes)
         segment = self._segments.get(index)
         if segment is None:
@@ -252,6 +253,7 @@ class Arena:
         raise ProtocolError(f"no segment of the arena holds {nbytes} bytes at offset {offset}")
 
     def _start(self, index: int) -> int:
+        """Return the offset of a segment in the memfd."""
         return _PAGE + self._first_segment_bytes * ((1 << index) - 1)
 
     def _map(self, index: int) -> _Segment:
@@ -414,6 +416,7 @@ def _remove_free_range(free: list[tuple[int, int]], begin: int, size: int) -> No
 
 
 def _unmap(memory: mmap.mmap) -> None:
+    """End a mapping, or leave that to the last tensor that uses it."""
     try:
         memory.close()
     except BufferError:

@@ -162,8 +162,8 @@ class LoadedOp:
 class Bundle:
     """A pickled callable, with the pickled ops that it may call, by name."""
 
-    main: bytes
-    inner: tuple[tuple[str, bytes], ...]
+    main: bytes  # the callable
+    inner: tuple[tuple[str, bytes], ...]  # (qualified name, pickled `InnerOp`)
 
     def load(self) -> Any:
         """Return the callable, after defining the ops in torch."""

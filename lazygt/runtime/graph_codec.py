@@ -15,7 +15,7 @@ from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.sizes import Size
 from lazygt.runtime.wire import Buffer, Count, Message, pack, tuples, unpack
 
-#: Both sides compare it in their hello.
+#: Version of the format, which client and worker compare when they connect.
 VERSION = 6
 
 
@@ -29,6 +29,7 @@ def encode_graph(graph: Graph, flags: Flags = ()) -> bytes:
 
 
 def _graph_fields(graph: Graph) -> tuple[Any, ...]:
+    """Return a graph as the tuple that is encoded; bodies of fused nodes are such tuples, too."""
     nodes = [
         (n.op, n.args, n.kwargs, n.fresh, n.writes, n.written, n.dynamic,
          None if n.body is None else _graph_fields(n.body))
@@ -101,11 +102,17 @@ class _ProgramFields(Message):
 
 
 def _graph_from(fields: _GraphFields | _ProgramFields, takes: Kinds) -> Graph:
+    """Build a graph of its decoded fields.
+
+    Args:
+        takes: types that arguments of its nodes may have.
+    """
     nodes = tuple([_node_from(node, takes) for node in fields.nodes])
     return Graph(fields.inputs, fields.params, nodes, fields.outputs)
 
 
 def _node_from(fields: _NodeFields, takes: Kinds) -> Node:
+    """Return the node of decoded fields, with its arguments checked."""
     op, args, kwargs, fresh, writes, written, dynamic, body = msgspec.structs.astuple(fields)
     if kwargs:
         for name, _ in kwargs:

@@ -140,10 +140,15 @@ class DeferredInterrupt:
     """
 
     def __init__(self) -> None:
+        #: number of blocks that the main thread is in
         self._depth = 0
+        #: True during ``wait``: a signal is delivered at once
         self._waiting = False
+        #: True if a signal has come and the user's handler has not been called for it
         self._pending = False
+        #: True while a thread sends the pending signal again
         self._reminding = False
+        #: True from the sending of the repeated signal until its arrival
         self._sent_again = False
 
     # -- the handler -------------------------------------------------------------------------

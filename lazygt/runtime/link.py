@@ -17,7 +17,7 @@ class Link(Protocol):
     """Message channel to and from a set of workers."""
 
     world_size: int
-    upload: Arena | None
+    upload: Arena | None  # arena of large values for the workers; None: there is no shared memory
     #: number of workers on each host, in the order of their ranks
     hosts: tuple[int, ...]
     #: True if workers read copies of ``upload``, see ``mirror``
@@ -51,7 +51,7 @@ class Link(Protocol):
     def refill(self) -> None:
         """Start spare processes up to the configured number."""
 
-    def look(self) -> None:
+    def update_status(self) -> None:
         """Update ``status`` for ranks on other hosts, if `lazygt top` is watching.
 
         Called a few times a second, on a thread of its own; does not wait.

@@ -30,7 +30,7 @@ class Schedule:
     """Graph with an execution schedule: in-place writes and lifetimes."""
 
     graph: Graph  # the nodes, in the order in which they run
-    #: nodes that write in place, inputs that the plan needs to own, and outputs to copy
+    #: nodes that write in place, inputs that are overwritten, and outputs to copy
     writes: Writes
     frees: tuple[tuple[int, ...], ...]  # for each node, the values that are freed after it
 
@@ -54,7 +54,7 @@ class PlanTemplate:
     Attributes:
         symbolic: the graph, with symbols for sizes.
         flags: torch's flags that its plans run under.
-        told: ranks that have received the template.
+        sent_to: ranks that have received the template.
         keeps: objects that have to live as long as the template.
         checked: True once a plan of the template has run here with all results as inferred.
         code: executable code of the first such plan, reused for other sizes.
@@ -190,6 +190,7 @@ class Plan:
 
     @cached_property
     def _template_and_sizes(self) -> tuple[PlanTemplate, Sizes]:
+        """The plan's graph with symbolic sizes, and its own sizes."""
         if self._form is not None:
             return self._form
         assert self._graph is not None
@@ -268,8 +269,8 @@ class Plan:
         return any(map(draws, self.steps.graph.nodes))
 
     @property
-    def asks(self) -> bool:
-        """True if the last node's results have to be described to the client."""
+    def returns_dynamic(self) -> bool:
+        """True if the last node is data-dependent: its results are described to the client."""
         nodes = self.outline.nodes
         return bool(nodes) and nodes[-1].dynamic
 

@@ -49,6 +49,7 @@ class PlanRecord:
         #: number of output values of a run
         self.outputs = len(self.plan.outline.outputs)
         self.salt, self.names = _names(self.plans)
+        #: delta codecs of the ids of a run's inputs, and of the values freed by it
         self.inputs, self.frees = new_codec(), new_codec()
         #: the bits of the last run's run-time numbers
         self.numbers: bytes | None = None
@@ -62,10 +63,10 @@ class PlanRecord:
         self.swapped_from = 0
         #: by rank, the report on its CUDA graphs
         self.captures: dict[int, Captured] = {}
-        #: True once the groups to compile have been chosen
+        #: True once the compiled tier has looked for groups to compile
         self.considered = False
 
-    def begin_anew(self) -> None:
+    def reset_codecs(self) -> None:
         """Reset the delta codecs and numbers of the last run, as the workers do."""
         self.inputs, self.frees, self.numbers = new_codec(), new_codec(), None
 
@@ -75,13 +76,17 @@ class PlanRecord:
         plans = {id(plan): plan for plan in self.plans}  # ranks that run the same have one
         return sum(plan.outline.nbytes for plan in plans.values())
 
-    def of(self, rank: int) -> int:
+    def index_of(self, rank: int) -> int:
         """Return the index in ``plans`` of a rank's plan."""
         return rank if len(self.plans) > 1 else 0
 
+    def plan_of(self, rank: int) -> Plan:
+        """Return a rank's plan."""
+        return self.plans[self.index_of(rank)]
+
     def name(self, rank: int) -> bytes:
         """Return the name of the rank's plan on the wire."""
-        return self.names[self.of(rank)]
+        return self.names[self.index_of(rank)]
 
 
 class PlanRecords:
@@ -133,7 +138,7 @@ class PlanRecords:
         rank_messages: list[list[Buffer]] = []
         messages: dict[tuple[int, bool], list[Buffer]] = {}
         for rank in range(self._ranks):
-            index = entry.of(rank)
+            index = entry.index_of(rank)
             has_template = rank in entry.templates[index].sent_to
             if (index, has_template) not in messages:
                 name = entry.names[index]
@@ -164,7 +169,7 @@ class PlanRecords:
 
 def swap_message(entry: PlanRecord, rank: int) -> list[Buffer]:
     """Build the message that switches a rank to an entry's compiled code."""
-    index = entry.of(rank)
+    index = entry.index_of(rank)
     return encode(Swap(entry.names[index], tuple(entry.swap[index])))
 
 
@@ -174,7 +179,7 @@ def again_message(entry: PlanRecord, rank: int, compiled: bool) -> list[Buffer]:
     Args:
         compiled: whether waiting runs use the compiled code already, if there is any.
     """
-    index = entry.of(rank)
+    index = entry.index_of(rank)
     groups = entry.swap[index] if compiled and entry.swap else ()
     return _ship(entry, index, False, False, groups=groups)
 

@@ -68,7 +68,7 @@ class Store:
         self.values.clear()
         self.borrowed.clear()
 
-    def made_since(self, first: int) -> list[int]:
+    def ids_since(self, first: int) -> list[int]:
         """Return the stored ids from ``first`` on."""
         return [key for key in self.values if key >= first]
 

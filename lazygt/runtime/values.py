@@ -32,6 +32,7 @@ class Freed:
 
     def __init__(self) -> None:
         self._ids: deque[int] = deque()
+        #: adds an id; a method of the deque, since finalizers call it, on any thread
         self.add = self._ids.append
 
     def __bool__(self) -> bool:
@@ -52,7 +53,7 @@ class RemoteValue:
         self._freed = freed
         #: placement of the value on the mesh; None: replicated
         self.sharding: Sharding | None = None
-        #: further blocks, if ranks own several
+        #: handles of further blocks, if ranks own several blocks of the value
         self.rest: Sequence[RemoteValue] = ()
         #: the user's line that made the value, for messages
         self.call_site: CallSite | None = None
@@ -133,6 +134,8 @@ class Uploads:
     def was_read(self, offset: int, rank: int, seq: int) -> None:
         """Note that a worker has read, with this run, the value in the arena at ``offset``.
 
+        Once all workers have, the slot is freed, or retained until a snapshot covers it.
+
         Raises:
             ProtocolError: there is no such value, or the worker has read it before.
         """
@@ -154,15 +157,15 @@ class Uploads:
         if rank in self._unread.get(offset, ()):
             self.was_read(offset, rank, seq)
 
-    def unread_since(self, seq: int) -> None:
+    def mark_unread_since(self, seq: int) -> None:
         """Note the rollback of runs from this one on: their uploads will be read again."""
         for offset in [offset for offset, read in self._retained.items() if read >= seq]:
             del self._retained[offset]
             self.retained_bytes -= self._sizes[offset]
             self._unread[offset] = set(range(self._readers))
 
-    def covered(self, seq: int) -> None:
-        """Free the values read up to this run: a later snapshot makes them superfluous."""
+    def free_up_to(self, seq: int) -> None:
+        """Free the retained values read up to this run: a snapshot after it contains them."""
         for offset in [offset for offset, read in self._retained.items() if read <= seq]:
             del self._retained[offset]
             self.retained_bytes -= self._sizes[offset]
@@ -171,7 +174,7 @@ class Uploads:
     def stop_retaining(self) -> None:
         """Free retained values, and retain none from now on: there will be no snapshots."""
         self._retains = False
-        self.covered(max(self._retained.values(), default=0))
+        self.free_up_to(max(self._retained.values(), default=0))
 
     def _free(self, offset: int) -> None:
         assert self._arena is not None
@@ -243,6 +246,7 @@ class Fetches:
         return None if number is None else number.unpack(buffers[0])[0]
 
     def _block(self, rank: int, answer: Answer, index: int) -> torch.Tensor:
+        """Return value number ``index`` of a rank's answer: over the rank's arena, or a copy."""
         fetched, buffers = answer[0].fetched, answer[1]
         item = fetched[index]
         assert isinstance(item, Fetched)
@@ -284,7 +288,11 @@ class Fetches:
 def wanted(
     answers: Mapping[int, Answer], regions: Regions | None
 ) -> list[tuple[int, Fetched | Failure]]:
-    """Return the blocks that make up a fetched value, each with its sender's rank."""
+    """Return the blocks that make up a fetched value, each with its sender's rank.
+
+    Args:
+        answers, regions: as for ``Client.fetched``.
+    """
     counts = {0: 1} if regions is None else {rank: len(sent) for rank, sent in regions.items()}
     return [
         (rank, item) for rank, count in counts.items() for item in answers[rank][0].fetched[:count]

@@ -65,7 +65,7 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         """Return the fields as they travel."""
         form = _form(type(self))
         fields = [*form.tag, *msgspec.structs.astuple(self)]
-        while len(fields) > form.least and _says_nothing(fields[-1]):
+        while len(fields) > form.least and _is_empty_default(fields[-1]):
             fields.pop()
         for position in form.nested:
             if position < len(fields) and fields[position]:
@@ -76,7 +76,7 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     def begins(cls, header: Buffer) -> bool:
         """Return whether a header says that its message is of this kind.
 
-        Looks at its tag alone: a short array's own byte comes first, and then the number.
+        Looks at its tag alone, the second byte: msgpack's byte of a short array comes first.
         """
         return len(header) > 1 and header[1] == cls.__struct_config__.tag
 
@@ -120,7 +120,7 @@ def _with_packed(value: Any) -> Any:
     return value
 
 
-def _says_nothing(value: Any) -> bool:
+def _is_empty_default(value: Any) -> bool:
     return not value and (value is None or value is False or type(value) in _SIZED)
 
 
@@ -160,6 +160,7 @@ def tuples(value: Any) -> Any:
 
 
 def _to_ext(value: Any) -> msgpack.Ext:
+    """Return the msgpack extension of a value of lazygt's, torch's or Python's complex type."""
     kind = type(value)
     code = _NUMBERED.get(kind)
     if code is not None:
@@ -179,6 +180,7 @@ def _numbered_ext(code: int, index: int) -> msgpack.Ext:
 
 @lru_cache(maxsize=16384)
 def _cached_ext(value: Any) -> msgpack.Ext:
+    """Return the extension of a torch name, the device, or a meta, which recur often."""
     if isinstance(value, TORCH_NAMES):
         return msgpack.Ext(_TORCH, str(value).encode())
     if value is DEVICE:
@@ -189,6 +191,7 @@ def _cached_ext(value: Any) -> msgpack.Ext:
 
 
 def _from_ext(code: int, data: memoryview) -> Any:
+    """Return the value of an extension, from the cache if it has been decoded before."""
     key = code, data.tobytes()
     try:
         return _VALUES[key]
@@ -201,6 +204,11 @@ def _from_ext(code: int, data: memoryview) -> Any:
 
 
 def _value_from(code: int, data: bytes) -> Any:
+    """Decode an extension.
+
+    Raises:
+        ProtocolError: its type is unknown, or its data are no value of the type.
+    """
     if len(data) > _EXT_BYTES:
         raise ProtocolError(f"an extension of {len(data)} bytes; {_EXT_BYTES} are the most")
     if code == _REF:
@@ -240,6 +248,7 @@ class _MetaFields(NamedTuple):
 
 
 def _meta_fields(meta: TensorMeta) -> _MetaFields:
+    """Return a meta in the form in which it is encoded."""
     usual = meta.plain or meta.stride == contiguous_stride(meta.shape)
     stride = None if usual else meta.stride
     flags = ((meta.conj and 1) or 0) | ((meta.neg and 2) or 0)
@@ -247,6 +256,7 @@ def _meta_fields(meta: TensorMeta) -> _MetaFields:
 
 
 def _meta_from(data: bytes) -> TensorMeta:
+    """Decode and check a meta."""
     try:
         dtype, shape, stride, offset, flags = msgpack.decode(data, type=_MetaFields)
         if stride is not None and len(stride) != len(shape):
@@ -354,10 +364,11 @@ def received(data: Buffer) -> torch.Tensor:
 
 
 class DeltaCodec:
-    """A codec of a list of ids that mostly repeats from run to run: only surprises are sent.
+    """A codec of a list of ids that mostly repeats from run to run: only mispredictions are sent.
 
-    Both sides keep the last list. An id is expected to stay, or, if it moved with the base
-    between the last two runs (a parameter that every step makes anew), to move with it again.
+    Both sides keep the last list, and predict the next one from it. The *base* is the id of a run's
+    first output. An id is expected to stay, or, if it moved with the base between the last two runs
+    (a parameter that every step computes anew), to move with it again.
     """
 
     __slots__ = ("base", "ids", "moving")
@@ -414,6 +425,7 @@ class DeltaCodec:
         return ids
 
     def _guess(self, base: int) -> list[int]:
+        """Return the predicted list of a run with this base."""
         step = base - self.base
         return [i + step if moves else i for i, moves in zip(self.ids, self.moving, strict=True)]
 
@@ -424,6 +436,7 @@ class DeltaCodec:
         self.ids, self.base = ids, base
 
     def _learn(self, ids: list[int], base: int) -> None:
+        """Store the actual list, and which of its ids have moved with the base."""
         step = base - self.base
         if len(ids) == len(self.ids):
             self.moving = [a == b + step and step != 0 for a, b in zip(ids, self.ids, strict=True)]

@@ -156,7 +156,8 @@ class _ClassWork:
     ) -> None:
         self.rank, self.graph = rank, plan.graph
         self.axis_groups = {
-            axis: next(group for group in mesh.lines(axis) if rank in group) for axis in mesh.names
+            axis: next(group for group in mesh.axis_groups(axis) if rank in group)
+            for axis in mesh.names
         }
         self.classes = {
             axis: tuple([class_of[other] for other in group])

@@ -29,7 +29,7 @@ from lazygt.passes.template import Steps, Template, outline_key
 from lazygt.record.bridge import shown_of
 from lazygt.record.recorder import Recorder
 from lazygt.record.trace import Trace
-from lazygt.record.trie import TrieNode, build_graph, flags_of, line_of, makers, sites_of
+from lazygt.record.trie import TrieNode, build_graph, flags_of, line_of, producers, sites_of
 from lazygt.runtime.client.client import Client
 from lazygt.runtime.compiling.tiers import Tiers
 from lazygt.runtime.plan import Plan
@@ -59,7 +59,7 @@ class CachedPlan(NamedTuple):
     positions: dict[int, int]  # number of a value of the trace -> position among the outputs
     #: for each plan of the entry, its node -> number of the recorded op (empty: the same numbers)
     origins: tuple[tuple[int, ...], ...]
-    makers: tuple[int, ...]  # output -> number of the recorded op that computes it
+    producers: tuple[int, ...]  # output -> number of the recorded op that computes it
     shardings: tuple[Sharding | None, ...]  # the sharding of each output; None: replicated
     #: for each output the positions of its blocks among the outputs of the plans
     slots: tuple[range, ...]
@@ -159,7 +159,7 @@ class Planner:
 
     def cached_plans(self) -> list[CachedPlan]:
         """Return all cached plans, least recently used first."""
-        return self._recorder.trie.kept()
+        return self._recorder.trie.plans()
 
     # -- a new plan ----------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Planner:
         self._history.record_new_plan(miss, plan.entry.plan, begin)
         if not plan.entry.sent:
             self._history.plans_built += 1
-        self._tiers.built(plan.entry)
+        self._tiers.on_new_plan(plan.entry)
         return plan
 
     def _resized(
@@ -246,13 +246,13 @@ class Planner:
             template = self._template(recorded, steps, stages)
             plans = (template.plan.recorded(_backward(steps), flags_of(steps)),)
             shardings = (None,) * len(outputs)
-        makers_of = makers(steps)
-        made_by = tuple([makers_of[index] for index in outputs])
+        producers_of = producers(steps)
+        made_by = tuple([producers_of[index] for index in outputs])
         cached = CachedPlan(
             self._client.entries.of(plans),
             positions={index: position for position, index in enumerate(outputs)},
             origins=tuple([plan.origins for plan in plans]),
-            makers=made_by,
+            producers=made_by,
             shardings=shardings,
             slots=self._mesh.slots(shardings),
             shown=shown_of(outputs, made_by, shardings),

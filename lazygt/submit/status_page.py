@@ -91,7 +91,7 @@ class StatusWriter(threading.Thread):
         if self._file.watched:
             self._memory_sampler.begin(submitter)
         self._file.write(0, self._page(session))
-        session._link.look()
+        session._link.update_status()
 
     def _page(self, session: SessionParts) -> ClientPage:
         """Return the current page."""

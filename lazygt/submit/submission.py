@@ -12,13 +12,13 @@ import torch
 
 from lazygt.config import Config
 from lazygt.errors import ProtocolError, exception_class
-from lazygt.graph.mesh import VirtualMesh, sent
+from lazygt.graph.mesh import VirtualMesh, regions_by_worker
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.host.gc_pause import gc_paused
-from lazygt.record.annotate import is_everywhere, restore_sharding, stored_now
+from lazygt.record.annotate import current_sharding, is_everywhere, restore_sharding
 from lazygt.record.idle import Idle
-from lazygt.record.infer import learn
+from lazygt.record.infer import apply_stride_reports
 from lazygt.record.recorder import Recorder
 from lazygt.record.tensor import NATIVE, LazyTensor, Storage, is_lazy, storage_of
 from lazygt.record.trace import Trace, closed_error
@@ -109,9 +109,9 @@ class Submitter:
 
     def _native_fetcher(self) -> Any:
         """Return the C++ fetcher of numbers; None where it is not available."""
-        if NATIVE is None or self._dry or self._in_blocks or self._client.numbers is None:
+        if NATIVE is None or self._dry or self._in_blocks or self._client.number_reader is None:
             return None
-        arguments = self._recorder.native, self, Flush, self._client.numbers, _RUN_TAG
+        arguments = self._recorder.native, self, Flush, self._client.number_reader, _RUN_TAG
         return self._client.link.native_fetcher(NATIVE.Fetcher, *arguments)
 
     # -- interface of the recorder's sink --------------------------------------------------
@@ -176,7 +176,7 @@ class Submitter:
             if _is_loaded(value, parameter)
         ]
         for value, parameter in loaded:
-            restore_sharding(value, stored_now(parameter)._replace(fixed=False, unit=None))
+            restore_sharding(value, current_sharding(parameter)._replace(fixed=False, unit=None))
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Register an optimizer's step; for sharded programs this is a sync point."""
@@ -216,8 +216,8 @@ class Submitter:
 
     def ran(self, entry: PlanRecord) -> None:
         """Count a run of a plan, which may make it hot enough to be compiled."""
-        if self._tiers.busy or entry.runs <= self._tiers.settled:
-            self._tiers.ran(entry)
+        if self._tiers.busy or entry.runs <= self._tiers.warmup_runs:
+            self._tiers.on_run(entry)
 
     def go_on(
         self,
@@ -242,7 +242,7 @@ class Submitter:
             entry = None if plan is None else plan.entry
             self._client.expect(seq, entry, provenance, base, 1)
             self._record_run(Recorded(seq, base, plan, provenance, *rest))
-            self._client.go_on(unsent, received, "item")
+            self._client.continue_run(unsent, received, "item")
             if entry is not None:
                 self.ran(entry)
             answer = self._fetched(seq, fetch, None, True)
@@ -315,7 +315,7 @@ class Submitter:
         self._recorder.next_trace()
         inputs = trace.release_inputs()
         provenance = self._provenance(trace.step, trace.call_sites, plan)
-        params, base = tuple(trace.params), self._client.next_output(0)
+        params, base = tuple(trace.params), self._client.id_of_next_output(0)
         seq, values = self._client.run(
             entry, inputs, params, wanted, provenance, reason, regions or (0,)
         )
@@ -357,23 +357,23 @@ class Submitter:
         else:  # an output of this run
             assert plan is not None
             position = plan.positions[fetch.index]
-            keys = tuple([self._client.next_output(slot) for slot in plan.slots[position]])
+            keys = tuple([self._client.id_of_next_output(slot) for slot in plan.slots[position]])
             sharding = plan.shardings[position]
         if sharding is None or self._dry:
             return keys[:1], None
-        return keys, sent(self._virtual_mesh, sharding.placements, fetch.meta.shape)
+        return keys, regions_by_worker(self._virtual_mesh, sharding.placements, fetch.meta.shape)
 
     def _handle_reports(self) -> None:
         """Process the workers' reports about layouts and CUDA graph captures."""
-        if self._client.relaid:
+        if self._client.unexpected_strides:
             self._learn_layouts()
         if self._client.capture_errors:
             self._warn_of_captures()
 
     def _learn_layouts(self) -> None:
         """Correct inferred strides by the workers' reports, and drop plans with wrong ones."""
-        reports, self._client.relaid = self._client.relaid, []
-        dropped = learn(self._recorder.inference, self._recorder.trie, reports)
+        reports, self._client.unexpected_strides = self._client.unexpected_strides, []
+        dropped = apply_stride_reports(self._recorder.inference, self._recorder.trie, reports)
         self._planner.forget(dropped)
 
     def _warn_of_captures(self) -> None:

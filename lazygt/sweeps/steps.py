@@ -155,7 +155,7 @@ def latency_share(
         times: number of collectives.
         nbytes: payload of all of them.
     """
-    kind, group = name.split(" ")[0], mesh.lines(axis)[0]
+    kind, group = name.split(" ")[0], mesh.axis_groups(axis)[0]
     if kind in ("send", "receive"):
         kind, group = "send_recv", group[:2]
     total = axis_group_seconds(machine, kind, round(nbytes / times), group)

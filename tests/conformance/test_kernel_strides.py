@@ -138,7 +138,7 @@ def wrong(op: Any, args: list[Any]) -> tuple[bool, str]:
         if number in OPAQUE_RESULTS.get(f.name, ()) or made is None or meta is None:
             continue
         assert tuple(made.shape) == meta.shape, f"{f.name}: {meta} for {made.shape}"
-        if made.numel() > 1 and not meta.lies_as(made.stride()):
+        if made.numel() > 1 and not meta.has_same_layout(made.stride()):
             operands = [str(TensorMeta.of(t)) for t in flat(args) if isinstance(t, torch.Tensor)]
             return True, f"{f.name} of {operands}: {meta} for {made.stride()}"
     return True, ""

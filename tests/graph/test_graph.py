@@ -115,13 +115,13 @@ def written_through_a_view(*outputs: int) -> Graph:
 def test_a_write_through_a_view_happens_in_place() -> None:
     writes = analyse(written_through_a_view(3))
     assert writes.modes == ((), ("in place",), ("done",))
-    assert writes.owned_inputs == (0,)
+    assert writes.overwritten_inputs == (0,)
 
 
 def test_write_through_view_copies_if_old_base_is_read() -> None:
     writes = analyse(written_through_a_view(0, 3))
     assert writes.modes[1] == ("copy",)
-    assert writes.owned_inputs == ()
+    assert writes.overwritten_inputs == ()
 
 
 def test_write_through_view_copies_if_old_view_is_read() -> None:

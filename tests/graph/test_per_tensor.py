@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lazygt.graph.per_tensor import abreast, lane_count, lanes_of, vectors, widened
+from lazygt.graph.per_tensor import join_slices, lane_count, lanes_of, merge_slices, vectors
 from tests.passes.tools import difference, graph_of, same_numbers
 
 TWO = """
@@ -47,10 +47,10 @@ def test_lanes_are_the_same_program_on_one_tensor_each() -> None:
 def test_lanes_abreast_are_the_lanes_and_may_be_horizontal_again() -> None:
     lanes = lanes_of(graph_of(TWO))
     assert lanes is not None
-    three = vectors(abreast(lanes.lane, 3, 7), [1, 8, 9])
+    three = vectors(join_slices(lanes.lane, 3, 7), [1, 8, 9])
     assert [len(three.inputs), len(three.params), len(three.nodes)] == [6, 6, 9]
     assert [meta.shape for meta in three.inputs] == [(1,), (1,), (8,), (8,), (9,), (9,)]
-    wide = widened(three, 3)
+    wide = merge_slices(three, 3)
     assert [node.op for node in wide.nodes] == [
         "aten._foreach_mul_.ScalarList",
         "aten._foreach_sqrt.default",

@@ -38,7 +38,7 @@ def test_key_kept_again_counts_once() -> None:
     recent.drop("a")
     assert (len(recent), recent.nbytes) == (0, 0)
     recent.keep("a", 1, 8)
-    assert recent.oldest() == ("a", 1)
+    assert recent.pop_oldest() == ("a", 1)
     recent.keep("b", 1, 8)
     recent.clear()
     assert ("b" in recent, recent.nbytes) == (False, 0)

@@ -101,12 +101,12 @@ def test_inner_axes_lie_on_a_host_first(sizes: tuple[int, int, int]) -> None:
         for at, axis in enumerate(mesh.names):
             inner = math.prod(sizes[at:])
             if here % inner == 0:
-                lines = mesh.lines(axis)
+                lines = mesh.axis_groups(axis)
                 assert all(len({rank // here for rank in line}) == 1 for line in lines)
             hosts = [here] * (mesh.world_size // here)
             crosses = axis in on_mesh(str(mesh), hosts).shares
             assert crosses == any(
-                len({rank // here for rank in line}) > 1 for line in mesh.lines(axis)
+                len({rank // here for rank in line}) > 1 for line in mesh.axis_groups(axis)
             )
 
 

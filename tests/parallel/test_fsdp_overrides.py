@@ -11,7 +11,7 @@ from torch import nn
 import lazygt
 from lazygt.graph.mesh import FSDPUnit
 from lazygt.parallel.fsdp_overrides import forced_knobs
-from lazygt.record.annotate import stored_now
+from lazygt.record.annotate import current_sharding
 
 
 class Block(nn.Module):
@@ -35,7 +35,7 @@ def session() -> Iterator[None]:
 
 def units(model: nn.Module) -> list[FSDPUnit]:
     """Of all parameters, without doubles."""
-    stored = [stored_now(parameter).unit for parameter in model.parameters()]  # type: ignore[arg-type]
+    stored = [current_sharding(parameter).unit for parameter in model.parameters()]  # type: ignore[arg-type]
     return list(dict.fromkeys(unit for unit in stored if unit is not None))
 
 
@@ -65,7 +65,7 @@ def test_the_wrap_is_that_of_the_whole_model(wrap: str, count: int) -> None:
         model = by_blocks(Model())
     forced.check()
     assert len(units(model)) == count
-    assert all(stored_now(p).fixed for p in model.parameters())  # type: ignore[arg-type]
+    assert all(current_sharding(p).fixed for p in model.parameters())  # type: ignore[arg-type]
 
 
 def test_other_knobs_leave_units_as_the_script_has_them() -> None:

@@ -270,7 +270,7 @@ def test_ranks_with_uneven_blocks_launch_the_same(name: str, mesh: str) -> None:
     stored = cut_at_random(program.graph, grid)
     made = overlap_of(program.graph, grid, stored)
     for axis in grid.names:
-        for line in grid.lines(axis):
+        for line in grid.axis_groups(axis):
             met = [[each for each in signature(made[rank]) if each[2] == axis] for rank in line]
             assert all(each == met[0] for each in met)
 

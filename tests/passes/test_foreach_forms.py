@@ -38,7 +38,7 @@ def wide_graph(form: ForeachForm, sizes: list[int]) -> Graph:
         return tuple(Param(n) for n in range(len(params) - count, len(params)))
 
     args: list[Arg] = []
-    for argument in overload(form.wide)._schema.arguments[: len(form.takes)]:
+    for argument in overload(form.wide)._schema.arguments[: len(form.arg_kinds)]:
         kind = str(argument.type)
         if kind == "List[Tensor]":
             args.append(tensors(*map(f32, sizes)))

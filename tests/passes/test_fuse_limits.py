@@ -9,9 +9,9 @@ from lazygt.graph.node import FUSED
 from lazygt.passes.fuse import (
     MOST_MEMBERS,
     Fuse,
-    Surroundings,
+    GroupContext,
     candidates,
-    worth,
+    compile_gain,
 )
 from tests.passes.tools import graph_of, keeps, same_numbers
 
@@ -221,9 +221,9 @@ def test_a_temporary_that_others_need_saves_half() -> None:
         return %1, %2
         """
     keeps(FUSE, text)
-    around = Surroundings(graph_of(text))
+    around = GroupContext(graph_of(text))
     saved = PRICES.launch + 4 * 9000 * PRICES.byte
-    assert worth(around, [0, 1], PRICES) == pytest.approx(saved - PRICES.call)
+    assert compile_gain(around, [0, 1], PRICES) == pytest.approx(saved - PRICES.call)
 
 
 def test_one_node_is_no_group() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lazygt.graph import Graph
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
-from lazygt.graph.sizes import LEAST, Resize, sized
+from lazygt.graph.sizes import LEAST, Resize, size_positions
 from lazygt.passes import PIPELINE, Pass, cse, fold, foreach, fuse, guards, lifetime, run_passes
 from lazygt.passes.guards import fits, guard, recorded_guards
 from tests.passes.sized import SIZED, SIZES, layer, recorded
@@ -115,7 +115,7 @@ def veil(graph: Graph) -> Graph:
         return None if shown is None else metas[id(shown)]
 
     def node(shown: Node) -> Node:
-        places = sized(shown.op)
+        places = size_positions(shown.op)
         args = [arg(a) if place in places else a for place, a in enumerate(shown.args)]
         kwargs = [(name, arg(a) if name in places else a) for name, a in shown.kwargs]
         return Node(shown.op, tuple(args), tuple(kwargs), tuple(map(meta, shown.fresh)),
@@ -130,7 +130,7 @@ def veil(graph: Graph) -> Graph:
 def questions_lift_the_veil() -> Iterator[None]:
     def lifting(question: Any, *metas: TensorMeta, given: tuple[Any, ...] = ()) -> Any:
         with Veil.lift():
-            return guard(question, *metas, given=given)
+            return guard(question, *metas, constants=given)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ASKING:
@@ -200,9 +200,9 @@ def meta(text: str) -> TensorMeta:
 
 def test_answers_hold_for_sizes_giving_same_answers() -> None:
     with recorded_guards() as asked:
-        assert guard(fits, meta("f32[20, 30]"), given=(4096,))
-        assert guard(fits, meta("f32[20, 30]"), given=(4096,))
-        assert not guard(fits, meta("f32[200, 30]"), given=(4096,))
+        assert guard(fits, meta("f32[20, 30]"), constants=(4096,))
+        assert guard(fits, meta("f32[20, 30]"), constants=(4096,))
+        assert not guard(fits, meta("f32[200, 30]"), constants=(4096,))
     assert len(asked) == 2
 
     def resize(*sizes: int) -> Resize:
@@ -215,13 +215,13 @@ def test_answers_hold_for_sizes_giving_same_answers() -> None:
 
 def test_an_answer_about_an_unknown_size_holds_nowhere() -> None:
     with recorded_guards() as asked:
-        guard(fits, meta("f32[7, 30]"), given=(4096,))
+        guard(fits, meta("f32[7, 30]"), constants=(4096,))
     assert not asked.hold(Resize({20: 20, 30: 31}))
 
 
 def test_nobody_notes_outside_of_a_block() -> None:
     with recorded_guards() as asked:
         pass
-    guard(fits, meta("f32[7]"), given=(4096,))
+    guard(fits, meta("f32[7]"), constants=(4096,))
     assert not asked
     assert guards._ASKED.get() is None

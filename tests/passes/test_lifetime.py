@@ -172,7 +172,7 @@ def test_prepared_write_is_in_place() -> None:
     graph = graph_of(PREPARED.format("aten.sub.Tensor(%0, %1)"))
     steps = Plan.build(LIFETIME.run(graph)).steps
     assert steps.writes.modes[-1] == (IN_PLACE,)
-    assert steps.writes.owned_inputs == ()
+    assert steps.writes.overwritten_inputs == ()
 
 
 # -- what must not change ------------------------------------------------------------------------

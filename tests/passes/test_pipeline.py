@@ -12,7 +12,7 @@ from lazygt.errors import GraphError
 from lazygt.graph import Graph, Ref
 from lazygt.graph.node import Node
 from lazygt.passes import PIPELINE, run_passes
-from lazygt.passes.base import placed, rebuild
+from lazygt.passes.base import rebuild, rows_of
 from lazygt.passes.cse import CommonSubexpressions, DeadCode
 from lazygt.passes.fold import Fold
 from tests.passes.tools import difference, graph_of, same_numbers
@@ -48,7 +48,7 @@ class Backwards:
     name = "backwards"
 
     def run(self, graph: Graph) -> Graph:
-        rows = placed(graph)
+        rows = rows_of(graph)
         return rebuild(graph, [rows[-1], *rows[:-1]])
 
 
@@ -139,7 +139,7 @@ def test_a_pass_that_swaps_two_draws_is_seen_by_the_numbers() -> None:
     text = "%0: f32[4] = input\n{0}\n{1}\nreturn %1, %2"
     rand, randn = "aten.rand_like.default(%0)", "aten.randn_like.default(%0)"
     graph = graph_of(text.format(f"%1: f32[4] = {rand}", f"%2: f32[4] = {randn}"))
-    swapped = rebuild(graph, list(reversed(placed(graph))))
+    swapped = rebuild(graph, list(reversed(rows_of(graph))))
     with pytest.raises(AssertionError, match="output 0"):
         same_numbers(graph, swapped)
 

@@ -17,7 +17,7 @@ from lazygt.graph import Graph
 from lazygt.graph.alias import IN_PLACE, analyse, draws
 from lazygt.graph.fusion import expand_fused, is_fusible
 from lazygt.graph.node import Node, verify
-from lazygt.graph.per_tensor import lane_count, part
+from lazygt.graph.per_tensor import lane_count, slice_node
 from lazygt.passes import PIPELINE, Pass, run_passes
 from lazygt.passes.fuse import MOST_MEMBERS, Fuse
 from lazygt.passes.lifetime import Lifetime
@@ -119,7 +119,7 @@ def test_lifetime_writes_in_place(program: list[Step]) -> None:
     for graph in recorded(program):
         made = Lifetime().run(graph)
         before, after = analyse(graph), analyse(made)
-        assert after.owned_inputs == before.owned_inputs
+        assert after.overwritten_inputs == before.overwritten_inputs
         for old, new in zip(before.modes, after.modes, strict=True):
             assert new == (old or new)
             assert old or all(mode == IN_PLACE for mode in new)
@@ -127,7 +127,7 @@ def test_lifetime_writes_in_place(program: list[Step]) -> None:
 
 def _lanes(node: Node) -> list[Node]:
     """What a horizontal op does, one by one; the node itself if it is none."""
-    return [part(node, which) for which in range(lane_count(node))] or [node]
+    return [slice_node(node, which) for which in range(lane_count(node))] or [node]
 
 
 @given(PROGRAMS)

@@ -123,7 +123,7 @@ def ran_once(executor: EagerExecutor, inputs: Sequence[Tensor], params: tuple[An
     torch.manual_seed(3)
     outcome = executor.run(list(given), params)
     assert not outcome.failures, outcome.failures
-    borrowed = {n: t for n, t in enumerate(given) if n not in writes.owned_inputs}
+    borrowed = {n: t for n, t in enumerate(given) if n not in writes.overwritten_inputs}
     for number, value in borrowed.items():
         assert same_bits(value, inputs[number]), f"input %{number} was written but is not owned"
     apart([*borrowed.values(), *outcome.outputs])

@@ -110,7 +110,7 @@ def test_a_report_of_a_result_that_a_plan_does_not_have_is_nonsense() -> None:
         for row in ((99, 0, (1,)), (0, 9, (1,)), (0, 0, (1,))):
             with pytest.raises(ProtocolError, match="has no result"):
                 s._client._relaid(0, Relaid(entry.name(0), (row,)))
-        assert s._client.relaid == []
+        assert s._client.unexpected_strides == []
 
 
 def test_workers_in_processes_of_their_own_tell_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def test_a_hundred_positions_are_two_plans(turn: Turn) -> None:
         # one as the first position had it, and one for all; ``put`` meets its own result, too
         assert built(s) <= (3 if turn is put else 2)
         if turn not in (counted, strided):
-            assert len(s.recorder.trie.kept()) < built(s), "there is still a plan of one position"
+            assert len(s.recorder.trie.plans()) < built(s), "there is still a plan of one position"
 
 
 @pytest.mark.skipif(NATIVE is None, reason="the recorder in Python records every op")

@@ -39,9 +39,9 @@ def test_a_device_finishes_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(synchronize=lambda: waited.append("synchronize"))
     module = SimpleNamespace(current_stream=lambda device: waited.append(device) or stream)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    kernels.finish(torch.device("cpu"))
+    kernels.synchronize(torch.device("cpu"))
     assert waited == []
-    kernels.finish(torch.device("cuda", 1))
+    kernels.synchronize(torch.device("cuda", 1))
     assert waited == [torch.device("cuda", 1), "synchronize"]
 
 

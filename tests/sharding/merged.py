@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lazygt.graph.fusion import expand_fused
-from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh, region, sent
+from lazygt.graph.mesh import Mesh, Sharding, VirtualMesh, region, regions_by_worker
 from lazygt.graph.node import Graph
 from lazygt.graph.placement import Shard
 from lazygt.passes.sharding.axis import PartitionedProgram
@@ -93,7 +93,7 @@ def _joined(
 ) -> Tensor:
     """The whole value; a worker that is not asked for its blocks must have the same bits."""
     whole = torch.full(meta.shape, 0).to(meta.dtype)
-    for worker, regions in sent(mesh, each.placements, meta.shape).items():
+    for worker, regions in regions_by_worker(mesh, each.placements, meta.shape).items():
         for where, block in zip(regions, blocks[worker], strict=True):
             whole[where] = block
     for worker, held in enumerate(blocks):

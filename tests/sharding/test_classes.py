@@ -33,16 +33,16 @@ _choices = axis._choices
 
 
 def choices_of_each(
-    along: axis._Axis, graphs: Sequence[Graph], wanted: Any, exchange_whole: bool = False
+    along: axis._Axis, graphs: Sequence[Graph], wanted: Any, exchange_replicated: bool = False
 ) -> Any:
     """Choose as ``axis`` does, but ask a graph equal to the first what the first is asked.
 
     Others are asked for the first one's outputs, for which there may be a better choice.
     """
-    choices, local = _choices(along, graphs, wanted, exchange_whole)
+    choices, local = _choices(along, graphs, wanted, exchange_replicated)
     for number, graph in enumerate(graphs):
         if same(graph, graphs[0]):
-            choices[number] = along.choice(graph, wanted, exchange_whole)
+            choices[number] = along.choice(graph, wanted, exchange_replicated)
     return choices, local
 
 
@@ -51,7 +51,7 @@ def every_rank_alone() -> Iterator[None]:
     """Nothing that is made for one rank is used for another."""
 
     def partitioned(self: Any, graph: Graph, choice: Any, wanted: Any, _: Any) -> list[Any]:
-        return [self.local(graph, choice, wanted, index) for index in range(self.parts)]
+        return [self.local(graph, choice, wanted, index) for index in range(self.axis_size)]
 
     def by_rank(change: Change, graphs: Sequence[Graph]) -> list[Any]:
         return [change(graph) for graph in graphs]

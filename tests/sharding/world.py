@@ -143,7 +143,7 @@ def _lockstep(
 
 def _peer(mesh: Mesh, rank: int, place: int, axis: str) -> int:
     """The rank at a place of a rank's own line."""
-    return next(line for line in mesh.lines(axis) if rank in line)[place]
+    return next(line for line in mesh.axis_groups(axis) if rank in line)[place]
 
 
 def _arrived(
@@ -180,7 +180,7 @@ def _complete(waiting: dict[int, CollectiveInfo], mesh: Mesh) -> tuple[int, ...]
     """A line all of whose ranks wait for each other."""
     meeting = {rank: met for rank, met in waiting.items() if met[0] in COLLECTIVES}
     for rank, (_, args, _) in meeting.items():
-        line = next(line for line in mesh.lines(args[-1]) if rank in line)
+        line = next(line for line in mesh.axis_groups(args[-1]) if rank in line)
         if all(other in meeting and meeting[other][1][-1] == args[-1] for other in line):
             return line
     raise AssertionError(f"ranks wait for ever: {[(r, m[:2]) for r, m in waiting.items()]}")

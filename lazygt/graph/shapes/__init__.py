@@ -96,7 +96,7 @@ class Shapes:
     """The rules, and the dtypes of pointwise results learned so far."""
 
     def __init__(self) -> None:
-        #: None: the meta kernel's answer differs from that of ``_pointwise``
+        #: key of a pointwise call -> dtype; None: the meta kernel differs from ``_pointwise``
         self._learned: dict[Any, torch.dtype | None] = {}
 
     def results(
@@ -109,7 +109,12 @@ class Shapes:
     ) -> Results | None:
         """Return the metas of fresh results and written tensors; None when no rule is sure.
 
-        Raises nothing. Arguments as in ``infer.Inference.results``.
+        Raises nothing.
+
+        Args:
+            args, kwargs: with Ref for tensors and Param for run-time numbers.
+            metas: the meta of every Ref.
+            params: the value of every Param.
         """
         for meta in metas.values():
             if meta.conj or meta.neg or 0 in meta.shape:
@@ -141,7 +146,7 @@ class Shapes:
         params: list[Any],
         results: Results,
     ) -> None:
-        """Store the meta kernel's result dtype of a pointwise op."""
+        """Store the result dtype that a meta kernel gave for a pointwise op, for later calls."""
         if f.name in RULES or f.name in WRITING_RULES or len(self._learned) >= _LEARNED_LIMIT:
             return
         key = _pointwise_key(f, args, kwargs, metas, params)

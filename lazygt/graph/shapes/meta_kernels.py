@@ -24,7 +24,7 @@ Strides = tuple[int, ...]
 Layout = Callable[[Sequence[torch.Tensor], tuple[int, ...]], Strides]
 
 
-def relaid(
+def with_kernel_strides(
     name: str,
     device_type: str,
     operands: Sequence[torch.Tensor],
@@ -119,7 +119,7 @@ def _like(position: int) -> Layout:
         source = operands[position]
         if tuple(source.shape) != shape:
             return contiguous_stride(shape)
-        return source.clone().stride()  # meta ``empty_like`` mends strides that find no element
+        return source.clone().stride()  # a clone also has usual strides in dims of one element
 
     return layout
 

@@ -20,7 +20,7 @@ from lazygt.graph.flags import nondeterministic
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Param, Ref
 from lazygt.graph.ops import BY_DEVICE, OpFacts, undispatched
-from lazygt.graph.shapes.meta_kernels import META_KERNELS, relaid
+from lazygt.graph.shapes.meta_kernels import META_KERNELS, with_kernel_strides
 from lazygt.graph.shapes.rules import Results
 
 # -- fake tensors without a CUDA context -----------------------------------------------------------
@@ -164,7 +164,7 @@ def _corrected(
         fresh[1] = TensorMeta(fresh[1].shape, fresh[1].stride, torch.float64)
     if f.name in _OTHER_ON_GPUS and device_type != "cpu":
         fresh[1] = _OTHER_ON_GPUS[f.name](operands, fresh[1])
-    return relaid(f.name, device_type, operands, fresh)
+    return with_kernel_strides(f.name, device_type, operands, fresh)
 
 
 def _with_strides(meta: TensorMeta | None, of: Results | None) -> TensorMeta | None:

@@ -219,7 +219,7 @@ def _reduced(
     return (contiguous(shape, source.dtype),)
 
 
-def _reduced_whole(source: TensorMeta, *, dtype: torch.dtype | None = None) -> Metas | None:
+def _reduced_fully(source: TensorMeta, *, dtype: torch.dtype | None = None) -> Metas | None:
     """Shape rule of a sum or mean over all dims."""
     return _reduced(source, dtype=dtype)
 
@@ -238,9 +238,9 @@ TENSORS: dict[str, Rule] = {
     "aten.stack.default": _stack,
     "aten.isin.Tensor_Tensor": _isin,
     "aten.sum.dim_IntList": _reduced,
-    "aten.sum.default": _reduced_whole,
+    "aten.sum.default": _reduced_fully,
     "aten.mean.dim": _reduced,
-    "aten.mean.default": _reduced_whole,
+    "aten.mean.default": _reduced_fully,
 }
 
 #: Op -> rule for its first argument, which it writes and returns.

@@ -21,10 +21,10 @@ from lazygt.graph.node import DEVICE, Graph, Node, ref
 from lazygt.graph.placement import RECV, SEND, Placement, Replicate, SingleRank, local_meta
 from lazygt.machine import Machine
 from lazygt.passes.base import (
-    Placed,
+    NodeRow,
     by_class,
-    placed,
     rebuild,
+    rows_of,
     uninitialized,
     view_source,
     without_likenesses,
@@ -53,7 +53,7 @@ def split(
         axis: the mesh axis of the stages.
         stages: their number.
     """
-    program = Whole(graph, assigned, order, stages)
+    program = FullProgram(graph, assigned, order, stages)
     stage_programs = [StageProgram(program, stage) for stage in range(stages)]
     output_stages = [assigned.values[value] for value in graph.outputs]
     placements: list[Placement] = [
@@ -61,12 +61,18 @@ def split(
         for output_stage in output_stages
     ]
     return [
-        _Writer(program, stage_programs, stage, axis).graph(placements) for stage in range(stages)
+        _StageWriter(program, stage_programs, stage, axis).graph(placements)
+        for stage in range(stages)
     ], placements
 
 
-class Whole:
+class FullProgram:
     """Full program with the stage assignment and the order that all stages share.
+
+    Args:
+        assigned: the stage of each node and value.
+        order: the nodes that have a stage, in the order that all ranks keep.
+        stages: number of stages.
 
     Attributes:
         order: the nodes that have a stage, in the order that all ranks keep.
@@ -74,7 +80,7 @@ class Whole:
 
     def __init__(self, graph: Graph, assigned: Stages, order: Sequence[int], stages: int) -> None:
         self.graph, self.assigned, self.stages = graph, assigned, stages
-        self.metas, self.rows = graph.values, placed(graph)
+        self.metas, self.rows = graph.values, rows_of(graph)
         self.ends_dynamic = bool(order) and graph.nodes[order[-1]].dynamic
         self.order = order[:-1] if self.ends_dynamic else order
 
@@ -106,7 +112,7 @@ class Whole:
 class StageProgram:
     """Tasks of one stage, in order: ``number`` runs a node, ``~value`` receives a value."""
 
-    def __init__(self, program: Whole, stage: int) -> None:
+    def __init__(self, program: FullProgram, stage: int) -> None:
         self._program, self._assigned, self.stage = program, program.assigned, stage
         self.tasks: dict[int, None] = {}
         graph, local_stages = program.graph, (stage, EVERY)
@@ -122,13 +128,13 @@ class StageProgram:
             self._add_task(len(graph.nodes) - 1)
 
     def received(self) -> Iterator[int]:
-        """Return the values that are received from other stages."""
+        """Return the values that are received from other stages, in order."""
         return (~task for task in self.tasks if task < 0)
 
     def _task_of(self, value: int) -> int | None:
         """Return the task that computes or receives a value; None for an input of the stage."""
         value = self._assigned.named(value)
-        producer, owner = self._assigned.makers[value], self._assigned.values[value]
+        producer, owner = self._assigned.producers[value], self._assigned.values[value]
         if owner is None or owner == self.stage:
             return None if producer < 0 else producer
         if producer >= 0 and self._program.is_cheap_view(producer):
@@ -165,15 +171,15 @@ class StageProgram:
         return dependencies if earlier_draw is None else [earlier_draw, *dependencies]
 
 
-class _Writer:
+class _StageWriter:
     """Builder of one stage's graph, with sends and receives."""
 
     def __init__(
-        self, program: Whole, stage_programs: Sequence[StageProgram], stage: int, axis: str
+        self, program: FullProgram, stage_programs: Sequence[StageProgram], stage: int, axis: str
     ) -> None:
         self._program, self._stage_programs = program, stage_programs
         self._stage, self._axis = stage, axis
-        self._rows: list[Placed] = []
+        self._rows: list[NodeRow] = []
         #: value -> the stages that it is sent to
         self._targets: dict[int, list[int]] = {}
         for stage_program in stage_programs:
@@ -230,14 +236,14 @@ class _Writer:
             if placement not in (Replicate(), SingleRank(self._stage)) and dtype not in values:
                 number = values[dtype] = len(self._program.metas) + len(values)
                 node = uninitialized(intern((0,), (1,), dtype))
-                self._rows.append(Placed(node, (number,), 0))
+                self._rows.append(NodeRow(node, (number,), 0))
         return values
 
     def _send(self, value: int, source: int) -> None:
         """Add the sends of a value to all stages that receive it."""
         for peer in self._targets.get(value, ()):
             node = Node(SEND, (ref(value), peer, self._axis))
-            self._rows.append(Placed(node, (), source))
+            self._rows.append(NodeRow(node, (), source))
 
     def _receive(self, value: int) -> None:
         """Add the receives of a value and of all values that its sender sends before it.
@@ -253,16 +259,16 @@ class _Writer:
             first = pending.pop(0)
             meta = _received_meta(self._program.metas[first])
             args = (sender, meta.shape, meta.dtype, DEVICE, self._axis)
-            source = max(self._program.assigned.makers[first], 0)
-            self._rows.append(Placed(Node(RECV, args, (), (meta,)), (first,), source))
+            source = max(self._program.assigned.producers[first], 0)
+            self._rows.append(NodeRow(Node(RECV, args, (), (meta,)), (first,), source))
             if first == value:
                 return
 
 
-def _sent(sender: StageProgram, program: Whole, receiver: StageProgram) -> list[int]:
+def _sent(sender: StageProgram, program: FullProgram, receiver: StageProgram) -> list[int]:
     """Return the values that one stage receives from another, in the order of the sends."""
     wanted = {v for v in receiver.received() if program.assigned.values[v] == sender.stage}
-    inputs = [value for value in sorted(wanted) if program.assigned.makers[value] < 0]
+    inputs = [value for value in sorted(wanted) if program.assigned.producers[value] < 0]
     values = [value for task in sender.tasks if task >= 0 for value in program.rows[task].results]
     return inputs + [value for value in values if value in wanted]
 
@@ -334,7 +340,7 @@ def shard_stages(
 
     splits = by_class(split_graph, local.graphs)
     graphs: list[Graph] = [graph] * mesh.world_size
-    for axis_group, (stage_graphs, _, _) in zip(mesh.lines(axis), splits, strict=True):
+    for axis_group, (stage_graphs, _, _) in zip(mesh.axis_groups(axis), splits, strict=True):
         for rank, stage_graph in zip(axis_group, stage_graphs, strict=True):
             graphs[rank] = stage_graph
     _, placements, in_order_reason = splits[-1]
@@ -357,6 +363,7 @@ def _stage_of_placement(placement: Placement, axis: str) -> int | None:
 
 
 def _sharded_error(axis: str) -> ValueError:
+    """Return the error for a value that is sharded along the axis of the stages."""
     return ValueError(
         f"a value is cut along axis {axis!r} of the mesh, along which the program has stages; "
         f"place it as Replicate() there"

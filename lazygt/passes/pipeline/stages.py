@@ -29,7 +29,7 @@ class Stages:
 
     nodes: Sequence[int | None]  # the stage, ``EVERY``, or None: every stage that reads the results
     values: Sequence[int | None]  # the stage; None: every rank has the value, or can compute it
-    makers: Sequence[int]  # value -> the number of its producer; -1: an input
+    producers: Sequence[int]  # value -> the number of its producer; -1: an input
     same: dict[int, int]  # a mark's result -> its first operand, which is the same value
 
     def named(self, value: int) -> int:
@@ -55,7 +55,7 @@ class _Assignment:
         self._graph = graph
         self._values = list(inputs)
         self._nodes: list[int | None] = []
-        self._makers = [-1] * len(inputs)
+        self._producers = [-1] * len(inputs)
         self._same: dict[int, int] = {}
         #: values that every rank must have, also when they are written
         self._on_every_rank = {value for value, stage in enumerate(inputs) if stage is None}
@@ -63,6 +63,7 @@ class _Assignment:
         self._current: int | None = None
 
     def run(self) -> Stages:
+        """Walk the nodes; see ``assign``."""
         for number, (node, results) in enumerate(self._graph.numbered()):
             stage = (
                 self._stage_of_mark(node)
@@ -71,14 +72,15 @@ class _Assignment:
             )
             self._nodes.append(stage)
             self._values += [None if stage == EVERY else stage] * len(results)
-            self._makers += [number] * len(results)
+            self._producers += [number] * len(results)
             if node.op in (ENTER, LEAVE):
                 self._same[results[0]] = node.args[0].index
             versions = new_versions(node, results)
             self._on_every_rank.update(new for old, new in versions if old in self._on_every_rank)
-        return Stages(self._nodes, self._values, self._makers, self._same)
+        return Stages(self._nodes, self._values, self._producers, self._same)
 
     def _stage_of_mark(self, node: Node) -> int | None:
+        """Return the stage of a mark, which is the current one from here on."""
         if node.op == ENTER:
             self._current = node.args[1]
         else:
@@ -87,6 +89,7 @@ class _Assignment:
         return self._current
 
     def _stage_of_node(self, node: Node) -> int | None:
+        """Return the stage of a node that is no mark, as ``Stages.nodes`` has it."""
         targets = written_values(node)
         operand_stages = self._stages_of((*node.refs(), *targets))
         if node.dynamic:
@@ -99,6 +102,7 @@ class _Assignment:
         return self._current if self._current in candidates else max(candidates)
 
     def _stages_of(self, values: Sequence[int]) -> set[int]:
+        """Return the stages of some values."""
         return {stage for value in values if (stage := self._values[value]) is not None}
 
 
@@ -214,7 +218,7 @@ def _unit_dependencies(
     for number, unit in units.items():
         node = graph.nodes[number]
         for value in (*node.refs(), *node.writes):
-            other = units.get(assigned.makers[assigned.named(value)], unit)
+            other = units.get(assigned.producers[assigned.named(value)], unit)
             if other != unit:
                 dependencies[unit][other] = None
     return dependencies

@@ -4,6 +4,9 @@ Mesh axes are sharded one after another, outermost first. For each axis: list th
 every op, choose among them exactly, write the local programs. Annotations are nodes of the graph
 (``lazygt.place``), so that they survive the renumbering of values from axis to axis; the last step
 removes them.
+
+A value is *stored* if it lives between ops or runs with a sharding of its own: inputs and what
+follows from them (``stored_shardings``). A *wanted* placement is the required one of an output.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from lazygt.graph.placement import COLLECTIVES, Placement, Replicate, Shard, Uns
 from lazygt.machine import Machine, default_machine
 from lazygt.passes.base import by_class, classes, classified
 from lazygt.passes.sharding import rules
-from lazygt.passes.sharding.choose import Connections, Question, ReshardingCosts
+from lazygt.passes.sharding.choose import AxisProblem, Connections, ReshardingCosts
 from lazygt.passes.sharding.choose.catalogue import StrategiesOf, StrategyCatalogue
 from lazygt.passes.sharding.choose.solver import Problem, Solution, solve
 from lazygt.passes.sharding.lower.partition import Choice, LocalProgram, partition
@@ -45,7 +48,7 @@ class PartitionedProgram:
 
     graphs: tuple[Graph, ...]
     outputs: tuple[Sharding, ...]
-    #: the reason why pipeline stages run the recorded order, not 1F1B; else empty
+    #: the reason why pipeline stages run in the recorded order, not by 1F1B; else empty
     why_in_turn: str = ""
 
 
@@ -117,7 +120,7 @@ def _consistent_programs(
         _exchanged_placements(graph, choice) for graph, choice in zip(graphs, choices, strict=True)
     }
     if len(exchanged_placements) > 1:
-        choices, first = _choices(axis, graphs, wanted, exchange_whole=True)
+        choices, first = _choices(axis, graphs, wanted, exchange_replicated=True)
     known_first: list[LocalProgram | None] = [first if first.settled else None]
     known_first += [None] * (len(graphs) - 1)
     programs = [
@@ -138,15 +141,15 @@ def _choices(
     axis: _Axis,
     graphs: Sequence[Graph],
     wanted: Sequence[Placement | None],
-    exchange_whole: bool = False,
+    exchange_replicated: bool = False,
 ) -> tuple[list[Choice], LocalProgram]:
     """Return the choice for each graph, and the program of the first graph on rank 0.
 
     All graphs have the output placements of that program.
     """
-    first = axis.choice(graphs[0], wanted, exchange_whole)
+    first = axis.choice(graphs[0], wanted, exchange_replicated)
     local = axis.local(graphs[0], first, wanted, 0)
-    others = [axis.choice(graph, local.outputs, exchange_whole) for graph in graphs[1:]]
+    others = [axis.choice(graph, local.outputs, exchange_replicated) for graph in graphs[1:]]
     return [first, *others], local
 
 
@@ -176,7 +179,7 @@ class _Axis:
     )
 
     @property
-    def parts(self) -> int:
+    def axis_size(self) -> int:
         """Number of ranks of the axis."""
         return self.mesh.sizes[self.at]
 
@@ -187,25 +190,26 @@ class _Axis:
         return self._last_stored[0][1]
 
     def choice(
-        self, graph: Graph, wanted: Sequence[Placement | None], exchange_whole: bool
+        self, graph: Graph, wanted: Sequence[Placement | None], exchange_replicated: bool
     ) -> Choice:
         """Return the strategies and placements that take the least estimated time."""
-        question = self.question(graph, wanted, exchange_whole)
-        return self.chosen(graph, question, solve(question.problem))
+        axis_problem = self.axis_problem(graph, wanted, exchange_replicated)
+        return self.chosen(graph, axis_problem, solve(axis_problem.problem))
 
-    def question(
+    def axis_problem(
         self,
         graph: Graph,
         wanted: Sequence[Placement | None],
-        exchange_whole: bool,
-        whole: Collection[int] = (),
-    ) -> Question:
+        exchange_replicated: bool,
+        may_replicate: Collection[int] = (),
+    ) -> AxisProblem:
         """Return the optimisation problem of choosing placements.
 
         Args:
             wanted: for each output its required placement; None: replicated or sharded.
-            exchange_whole: run the collectives of earlier axes on replicated values.
-            whole: nodes that may run replicated in any case, unless a fixed forbids it.
+            exchange_replicated: run the collectives of earlier axes on replicated values.
+            may_replicate: nodes that may run replicated in any case, unless a fixed placement
+                forbids it.
         """
         metas = graph.values
         allowed = [
@@ -214,18 +218,24 @@ class _Axis:
         ]
 
         def strategies(node: Node) -> Sequence[Strategy]:
-            if exchange_whole and node.op in COLLECTIVES:
+            if exchange_replicated and node.op in COLLECTIVES:
                 return []
             if node.op in (PLACE, REDUCE_AS):
                 return mark_strategies(node, self.at)
-            return rules.strategies_of(node, metas, self.parts)
+            return rules.strategies_of(node, metas, self.axis_size)
 
         annotations = annotations_of(graph, self.stored(graph), self.mesh, self.at)
         return build_problem(
-            graph, strategies, self.parts, self.machine, annotations, allowed, whole=whole
+            graph,
+            strategies,
+            self.axis_size,
+            self.machine,
+            annotations,
+            allowed,
+            may_replicate=may_replicate,
         )
 
-    def chosen(self, graph: Graph, question: Question, solution: Solution) -> Choice:
+    def chosen(self, graph: Graph, axis_problem: AxisProblem, solution: Solution) -> Choice:
         """Return the strategies and placements of a solution."""
         input_placements = [sharding.placements[self.at] for sharding in self.inputs]
         axis, values = self.mesh.names[self.at], graph.values
@@ -238,8 +248,8 @@ class _Axis:
             and isinstance(sharding.placements[self.at], Shard)
         }
         return Choice(
-            question.strategies(solution),
-            question.placements(solution),
+            axis_problem.strategies(solution),
+            axis_problem.placements(solution),
             input_placements,
             gradients,
         )
@@ -258,8 +268,8 @@ class _Axis:
         """
         first = first or self.local(graph, choice, wanted, 0)
         if first.alike:
-            return [first] * self.parts
-        return [first, *(self.local(graph, choice, wanted, n) for n in range(1, self.parts))]
+            return [first] * self.axis_size
+        return [first, *(self.local(graph, choice, wanted, n) for n in range(1, self.axis_size))]
 
     def local(
         self, graph: Graph, choice: Choice, wanted: Sequence[Placement | None], index: int
@@ -267,7 +277,7 @@ class _Axis:
         """Return the program of one rank."""
         wanted_of = zip(graph.outputs, wanted, strict=True)
         required = {value: placement for value, placement in wanted_of if placement is not None}
-        return partition(graph, choice, self.mesh.names[self.at], self.parts, index, required)
+        return partition(graph, choice, self.mesh.names[self.at], self.axis_size, index, required)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +288,7 @@ class AxisStep:
     graph: Graph  # graph, local: the program before and after
     #: for each output its required placement; None: replicated or sharded
     wanted: tuple[Placement | None, ...]
-    exchange_whole: bool  # the collectives of earlier axes run on replicated values
+    exchange_replicated: bool  # the collectives of earlier axes run on replicated values
     local: LocalProgram
     strategies: Sequence[Strategy]  # of each node
 
@@ -287,13 +297,15 @@ class AxisStep:
         """The name of the axis."""
         return self.axis.mesh.names[self.axis.at]
 
-    def question(self, whole: Collection[int] = ()) -> Question:
-        """Return the problem of this step; the nodes in ``whole`` may also run replicated."""
-        return self.axis.question(self.graph, self.wanted, self.exchange_whole, whole)
+    def axis_problem(self, may_replicate: Collection[int] = ()) -> AxisProblem:
+        """Return the problem of this step, in which ``may_replicate`` may also run replicated."""
+        return self.axis.axis_problem(
+            self.graph, self.wanted, self.exchange_replicated, may_replicate
+        )
 
-    def other(self, question: Question, solution: Solution) -> LocalProgram:
+    def other(self, axis_problem: AxisProblem, solution: Solution) -> LocalProgram:
         """Return the program after another choice."""
-        choice = self.axis.chosen(self.graph, question, solution)
+        choice = self.axis.chosen(self.graph, axis_problem, solution)
         return self.axis.local(self.graph, choice, self.wanted, 0)
 
 
@@ -312,21 +324,22 @@ def _replicated_or_sharded(meta: TensorMeta | None) -> list[Placement]:
 def build_problem(
     graph: Graph,
     strategies_of: StrategiesOf,
-    parts: int,
+    axis_size: int,
     machine: Machine,
     annotations: Mapping[int, Annotation] | None = None,
     outputs: Sequence[Collection[Placement] | None] = (),
     explore: bool = False,
-    whole: Collection[int] = (),
-) -> Question:
-    """Build the problem of placing a graph's values on an axis of ``parts`` ranks.
+    may_replicate: Collection[int] = (),
+) -> AxisProblem:
+    """Build the problem of placing a graph's values on an axis of ``axis_size`` ranks.
 
     Args:
         strategies_of: returns the strategies of a node; called once for each kind of node.
         annotations: value -> annotation; an input without one is replicated.
         outputs: for each output the placements that it may have; None: any. Empty: any for all.
         explore: also shard values that no annotation leads to.
-        whole: nodes, by number, that may run replicated in any case, unless a fixed forbids it.
+        may_replicate: nodes, by number, that may run replicated in any case, unless a fixed
+            placement forbids it.
 
     Raises:
         ValueError: an annotation for a value that does not exist, or placements for another number
@@ -336,15 +349,15 @@ def build_problem(
     metas = graph.values
     _check(graph, len(metas), annotations, outputs)
     chains = def_use(graph)
-    catalogue = StrategyCatalogue(chains, metas, strategies_of, parts, machine)
+    catalogue = StrategyCatalogue(chains, metas, strategies_of, axis_size, machine)
     annotations = infer_annotations(
         chains, metas, catalogue.entries, catalogue.numbers, annotations
     )
-    entries, grown = open_strategies(chains, metas, catalogue, annotations, explore, whole)
-    connections = Connections(chains, metas, entries, ReshardingCosts(machine, parts), grown)
+    entries, grown = open_strategies(chains, metas, catalogue, annotations, explore, may_replicate)
+    connections = Connections(chains, metas, entries, ReshardingCosts(machine, axis_size), grown)
     connections.add_all(annotations, _allowed(graph, outputs))
     factors = [((), np.array(connections.constant)), *connections.factors]
-    return Question(Problem(connections.sizes, factors), entries, connections.kept)
+    return AxisProblem(Problem(connections.sizes, factors), entries, connections.provided)
 
 
 def _check(
@@ -353,6 +366,11 @@ def _check(
     annotations: Mapping[int, Annotation],
     outputs: Sequence[Collection[Placement] | None],
 ) -> None:
+    """Raise ValueError for annotations or outputs that the graph does not have.
+
+    Args:
+        count: number of values of the graph.
+    """
     for value in annotations:
         if not 0 <= value < count:
             raise ValueError(f"an annotation for %{value}, but the graph has %0 to %{count - 1}")

@@ -23,7 +23,7 @@ from lazygt.passes.sharding.marks import MARKS, PLACE
 from lazygt.passes.sharding.propagate.placement_sources import is_elementwise, moves_elements
 
 R = Replicate()
-_WHOLE_OR_OTHERWISE = (
+_REPLACE_IT = (
     "Where that costs too much, give the op what is whole or cut otherwise (lazygt.redistribute), "
     "or write it with ops that have a rule."
 )
@@ -144,9 +144,9 @@ class _Gathers:
 
     def _reason(self, node: Node, values: Collection[int]) -> tuple[str, str]:
         """Return the reason for a gather, and a way to avoid it."""
-        strategies = rules.strategies_of(node, self._metas, self._step.axis.parts)
+        strategies = rules.strategies_of(node, self._metas, self._step.axis.axis_size)
         if len(strategies) == 1:
-            return "has no sharding rule for blocks", _WHOLE_OR_OTHERWISE
+            return "has no sharding rule for blocks", _REPLACE_IT
         operands = self._gathered_operands(node, values)
         shard_placements = {
             placement: None
@@ -170,7 +170,7 @@ class _Gathers:
                 f"It runs in blocks of {' or '.join(others)}: cut the value so from the start, or "
                 f"move it once (lazygt.redistribute)."
             )
-        return "has no strategy for such blocks", _WHOLE_OR_OTHERWISE
+        return "has no strategy for such blocks", _REPLACE_IT
 
 
 def _user_sharded_values(step: AxisStep) -> set[int]:

@@ -19,14 +19,14 @@ from lazygt.graph.mesh import Mesh, Sharding
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.graph.placement import Shard, Unspecified
 from lazygt.passes.base import (
-    Placed,
+    NodeRow,
     dependencies,
-    placed,
     rebuild,
     renumbered,
+    rows_of,
     written_values,
 )
-from lazygt.passes.sharding.marks import place_node, turns
+from lazygt.passes.sharding.marks import pass_numbers, place_node
 
 # -- gradient to parameter -------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ def gradients_in_blocks(
     stored = {value: sharding for value, sharding in shardings.items() if sharding.unit is not None}
     if not backward:
         return graph
-    pass_of = turns(graph, backward)
+    pass_of = pass_numbers(graph, backward)
     optimizer_state = _sharded_optimizer_state(graph, shardings, pass_of)
     if not stored and not optimizer_state:
         return graph
@@ -114,6 +114,7 @@ def _sharded_optimizer_state(
         and any(isinstance(placement, Shard) for placement in sharding.placements)
     }  # fmt: skip
     for node, pass_number in zip(graph.nodes, pass_of, strict=True):
+        # backward passes have odd numbers, and what follows the last one is the optimizer
         if pass_number % 2 or pass_number < last:
             for value in node.refs():
                 state.pop(value, None)
@@ -124,8 +125,8 @@ class _Sum(NamedTuple):
     """Addition of a gradient to the sum over earlier microbatches."""
 
     nbytes: int  # of each operand
-    first: bool  # whether the sum is that of a single microbatch
-    home: Sharding  # the sharding of the parameter
+    first: bool  # whether the sum so far is the gradient of a single microbatch
+    sharding: Sharding  # of the parameter
 
 
 class _Gradients:
@@ -153,8 +154,8 @@ class _Gradients:
         """Return the graph with the placements; see ``gradients_in_blocks``."""
         sums, read_outside = self._sums(), self._gradients_read_outside()
         sums = sums if self._unsharded_bytes(sums) > self._cap(sums, cap) else {}
-        rows: list[Placed] = []
-        for row in placed(self._graph):
+        rows: list[NodeRow] = []
+        for row in rows_of(self._graph):
             refs = row.node.refs()
             replacements = {value: self._sharded[value] for value in refs if value in self._sharded}
             accumulation = sums.get(row.source)
@@ -184,14 +185,14 @@ class _Gradients:
             if value in self._shardings and self._producing_pass[value] % 2
         }
 
-    def _place(self, values: Sequence[int], source: int, rows: list[Placed]) -> dict[int, int]:
+    def _place(self, values: Sequence[int], source: int, rows: list[NodeRow]) -> dict[int, int]:
         """Add ``place`` marks to ``rows``; return value -> its placed copy."""
         placed_copies = {}
         for value in dict.fromkeys(values):
             meta = self._metas[value]
             assert meta is not None
             node = place_node(value, meta, Sharding(self._placements(self._shardings[value])))
-            rows.append(Placed(node, [self._count], source))
+            rows.append(NodeRow(node, [self._count], source))
             placed_copies[value] = self._count
             self._count += 1
         return placed_copies
@@ -234,6 +235,7 @@ class _Gradients:
         return sum(addition.nbytes for addition in sums.values() if addition.first)
 
     def _cap(self, sums: Mapping[int, _Sum], cap: int) -> int:
-        units = [addition.home.unit for addition in sums.values()]
+        """Return the largest cap of the gradients' wrap units; ``cap`` if none has one."""
+        units = [addition.sharding.unit for addition in sums.values()]
         return max((unit.cap_bytes for unit in units if unit and unit.cap_bytes is not None),
                    default=cap)  # fmt: skip

@@ -1,4 +1,4 @@
-"""User annotations: as nodes of the graph (marks), and as the annotated placement of a value.
+"""User annotations: as nodes of the graph (*marks*), and as the annotated placement of a value.
 
 A mark returns its first operand.
 
@@ -18,12 +18,12 @@ from lazygt.graph.mesh import FSDPUnit, Sharding
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Graph, Node, Ref
 from lazygt.graph.placement import Placement, Replicate, Shard, SingleRank, Unspecified
-from lazygt.passes.base import placed, rebuild
+from lazygt.passes.base import rebuild, rows_of
 
 # -- forward and backward passes of a step with several microbatches -------------------------------
 
 
-def turns(graph: Graph, backward: Collection[int]) -> list[int]:
+def pass_numbers(graph: Graph, backward: Collection[int]) -> list[int]:
     """Return the pass number of each node: even in a forward, odd in a backward pass.
 
     The number counts the changes between forward and backward before the node. lazygt's own ops
@@ -57,8 +57,11 @@ MARKS = frozenset({PLACE, ENTER, LEAVE, REDUCE_AS})
 
 
 def without_places(graph: Graph, marks: Collection[str] = (PLACE,)) -> Graph:
-    """Return the graph without marks of these kinds; ``reduce_as`` becomes a cast."""
-    rows = [row._replace(node=_lower_reduce_as(row.node)) for row in placed(graph)]
+    """Return the graph with marks of these kinds replaced by their operands.
+
+    ``reduce_as`` marks become casts.
+    """
+    rows = [row._replace(node=_lower_reduce_as(row.node)) for row in rows_of(graph)]
     marks = {*marks} - {REDUCE_AS}
     replaced = {row.results[0]: row.node.args[0].index for row in rows if row.node.op in marks}
     retained = [row for row in rows if row.node.op not in marks]
@@ -112,11 +115,16 @@ def _placement(text: str) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Annotated placement of a value."""
+    """Annotated placement of a value.
+
+    Attributes:
+        kind: **fixed**: the value is stored or produced with the placement, and used with no other.
+            For an input, **given**: it is stored with the placement, and may be redistributed at
+            its cost; **stored**: the same, but ops for which ``gathers_operand`` holds gather it
+            (FSDP); **free**: it is not stored yet, and the placement is preferred among others of
+            the same cost. For the result of an op, given and free are hints: they only open
+            strategies to the solver.
+    """
 
     placement: Placement
-    #: of an input, **given**: it is stored so, and may be moved at its cost; **stored**: the same,
-    #: but ``gathers_operand`` ops gather it (FSDP); **free**: it is not stored yet, the placement
-    #: is preferred where others cost the same. **fixed**: it is stored, or made, and used so and
-    #: not otherwise. For a value that an op makes, given and free are wishes: they open strategies.
     kind: Literal["given", "stored", "free", "fixed"] = "given"

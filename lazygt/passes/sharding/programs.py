@@ -13,13 +13,13 @@ from lazygt.graph.placement import ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER
 from lazygt.machine import Machine, default_machine
 from lazygt.passes import AFTER_SHARDING, BEFORE_SHARDING, priced, run_passes
 from lazygt.passes.base import (
-    Placed,
+    NodeRow,
     by_class,
     classes,
     classified,
-    placed,
     rebuild,
     renumbered,
+    rows_of,
     written_through,
     written_values,
 )
@@ -29,7 +29,7 @@ from lazygt.passes.overlap import overlapped
 from lazygt.passes.pipeline import pipeline_axis, shard_stages
 from lazygt.passes.sharding.axis import AxisStep, PartitionedProgram, R, shard
 from lazygt.passes.sharding.gradients import gradients_in_blocks
-from lazygt.passes.sharding.marks import PLACE, place_node, turns
+from lazygt.passes.sharding.marks import PLACE, pass_numbers, place_node
 from lazygt.passes.sharding.propagate.placement_sources import (
     COPIES,
     gathers_operand,
@@ -75,24 +75,27 @@ class _Regather:
         self._graph, self._metas, self._backward = graph, graph.values, backward
         self._stored = dict(stored)
         #: view or cast of a stored value -> its node
-        self._views: dict[int, Placed] = {}
+        self._views: dict[int, NodeRow] = {}
         #: stored value -> casts and copies of it, or of its views
         self._casts: dict[int, list[int]] = {}
         #: stored value or view -> its copy in the current pass; None: in the first pass
         self._copies: dict[int, int] | None = None
-        self._rows: list[Placed] = []
+        self._rows: list[NodeRow] = []
         self._count = len(self._metas)
 
     def run(self) -> Graph:
+        """Return the rewritten graph. The first pass keeps its operands, later ones get copies."""
         last = 0
-        for row, turn in zip(placed(self._graph), turns(self._graph, self._backward), strict=True):
-            if turn != last:
-                last, self._copies = turn, {}
+        for row, pass_number in zip(
+            rows_of(self._graph), pass_numbers(self._graph, self._backward), strict=True
+        ):
+            if pass_number != last:
+                last, self._copies = pass_number, {}
             self._record(row)
             self._rows.append(row if self._copies is None else self._on_copies(row, self._copies))
         return rebuild(self._graph, self._rows) if self._copies is not None else self._graph
 
-    def _record(self, row: Placed) -> None:
+    def _record(self, row: NodeRow) -> None:
         """Record which values are stored, and which are views or casts of stored values."""
         node = row.node
         for value in written_values(node):
@@ -110,7 +113,7 @@ class _Regather:
                 if sharding is not None:
                     self._stored[row.results[0]] = sharding
 
-    def _is_placed_cast(self, row: Placed) -> bool:
+    def _is_placed_cast(self, row: NodeRow) -> bool:
         """Return whether a node places a cast of a stored value; such a cast is not stored."""
         if row.node.op != PLACE or row.results[0] not in self._stored:
             return False
@@ -137,7 +140,7 @@ class _Regather:
         meta = self._metas[value]
         return meta is None or meta.numel > 1
 
-    def _on_copies(self, row: Placed, copies: dict[int, int]) -> Placed:
+    def _on_copies(self, row: NodeRow, copies: dict[int, int]) -> NodeRow:
         """Return a node with gathered operands replaced by the pass's own copies."""
         copied = {
             value: self._copy(value, row.source, copies)
@@ -171,7 +174,7 @@ class _Regather:
             for result in results:
                 copies[result] = self._count
                 self._count += 1
-            self._rows.append(Placed(node, [copies[result] for result in results], source))
+            self._rows.append(NodeRow(node, [copies[result] for result in results], source))
         return copies[value]
 
 
@@ -213,7 +216,7 @@ def _redundant_reductions(graph: Graph, backward: Collection[int]) -> set[Redund
     redundant: set[RedundantPair] = set()
     products = _products(graph)
     count = 0
-    for row in placed(graph):
+    for row in rows_of(graph):
         node, results = row.node, row.results
         is_reduction, position = node.op in _REDUCTIONS, count
         count += node.op in COLLECTIVES
@@ -249,10 +252,10 @@ def _products(graph: Graph) -> set[int]:
 def _without_redundant(graph: Graph, redundant: Collection[RedundantPair]) -> Graph:
     """Return the graph without the redundant collectives and the nodes that only they needed."""
     earlier = dict(redundant)
-    retained: list[Placed] = []
+    retained: list[NodeRow] = []
     replaced: dict[int, int] = {}
     results: list[Sequence[int]] = []
-    for row in placed(graph):
+    for row in rows_of(graph):
         position = len(results)
         if row.node.op in COLLECTIVES:
             results.append(row.results)
@@ -265,11 +268,12 @@ def _without_redundant(graph: Graph, redundant: Collection[RedundantPair]) -> Gr
 
 # -- programs of all ranks -------------------------------------------------------------------------
 
+#: (name of a pass, the graph after it).
 Stages = list[tuple[str, Graph]]
 
 #: Most bytes of gradients that are accumulated unsharded over microbatches if no cap is requested:
 #: sharding them would save little memory.
-WORTH_KEEPING = 1 << 20
+UNSHARDED_GRADIENTS = 1 << 20
 
 
 def programs(
@@ -337,7 +341,7 @@ def _prepared(
 ) -> Graph:
     """Return the graph with weights gathered in each pass, and gradients placed."""
     graph = reshard_after_forward(graph, stored_shardings(graph, mesh, shardings), backward)
-    cap = WORTH_KEEPING if bucket_bytes is None else bucket_bytes
+    cap = UNSHARDED_GRADIENTS if bucket_bytes is None else bucket_bytes
     stored = stored_shardings(graph, mesh, shardings)
     return gradients_in_blocks(graph, mesh, stored, backward, cap)
 

@@ -34,7 +34,7 @@ from lazygt.graph.placement import (
 from lazygt.graph.text import amount
 from lazygt.machine import collective_seconds
 from lazygt.passes.sharding.axis import AxisStep
-from lazygt.passes.sharding.choose import Copies, Options, Question, reshard_kind
+from lazygt.passes.sharding.choose import AxisProblem, Copies, Options, reshard_kind
 from lazygt.passes.sharding.choose.catalogue import seconds
 from lazygt.passes.sharding.choose.solver import Factor, Infeasible, Problem, solve
 from lazygt.passes.sharding.marks import PLACE, sharding_of_mark
@@ -84,6 +84,7 @@ def decisions_text(steps: Sequence[AxisStep]) -> tuple[Graph, list[str]]:
 
 
 def _text(placements: Decisions) -> str:
+    """Return a node's decisions as `decisions_text` shows them; empty if there are none."""
     shown = [
         f"{axis}: {' -> '.join(map(str, on_axis))}"
         for axis, on_axis in placements.items()
@@ -118,9 +119,9 @@ def alternative(
     chains = def_use(step.graph)
     sources = {source for value in values for source in _partial_sources(step, chains, value)}
     fixed_values = {alias for value in values for alias in _aliases_of(step, value)}
-    question = step.question({number for number, _ in sources} | set(inside))
-    strategies = [entry.strategies for entry in question.entries]
-    factors = list(question.problem.factors)
+    axis_problem = step.axis_problem({number for number, _ in sources} | set(inside))
+    strategies = [entry.strategies for entry in axis_problem.entries]
+    factors = list(axis_problem.problem.factors)
     for number, result_index in sorted(sources):
         partial = [
             isinstance(strategy.outputs[result_index], Partial) for strategy in strategies[number]
@@ -131,12 +132,12 @@ def alternative(
             Factor((number,), _forbidding([bool(strategy.comm) for strategy in strategies[number]]))
         )
     for value in sorted(fixed_values):
-        factors += _forbid_moves(step, question, chains, value)
+        factors += _forbid_moves(step, axis_problem, chains, value)
     try:
-        solution = solve(Problem(question.problem.sizes, factors))
+        solution = solve(Problem(axis_problem.problem.sizes, factors))
     except Infeasible:
         return Alternative("", None)
-    other = step.other(question, solution).graph
+    other = step.other(axis_problem, solution).graph
     return Alternative(_added_collectives(step, other), seconds(solution.cost - cost))
 
 
@@ -159,13 +160,13 @@ def _partial_sources(step: AxisStep, chains: DefUse, value: int) -> list[tuple[i
     queue = [value] if _is_partial(step, value) else []
     sources = []
     for partial_value in queue:  # grows meanwhile
-        maker = chains.makers[partial_value]
-        assert maker is not None
-        _, refs, _ = chains.nodes[maker[0]]
-        partial_operands = [ref for ref in refs if chains.makers[ref] and _is_partial(step, ref)]
+        producer = chains.producers[partial_value]
+        assert producer is not None
+        _, refs, _ = chains.nodes[producer[0]]
+        partial_operands = [ref for ref in refs if chains.producers[ref] and _is_partial(step, ref)]
         queue += [operand for operand in partial_operands if operand not in queue]
         if not partial_operands:
-            sources.append(maker)
+            sources.append(producer)
     return sources
 
 
@@ -194,23 +195,24 @@ def _aliases_of(step: AxisStep, value: int) -> set[int]:
 
 
 def _forbid_moves(
-    step: AxisStep, question: Question, chains: DefUse, value: int
+    step: AxisStep, axis_problem: AxisProblem, chains: DefUse, value: int
 ) -> Iterator[Factor]:
     """Yield infinite cost for every joint choice that moves a value between ranks."""
-    variable, options = _maker(step, question, chains, value)
-    if value in question.kept:
-        own_variable, kept_options = question.kept[value]
+    variable, options = _producer_variable(step, axis_problem, chains, value)
+    if value in axis_problem.provided:
+        own_variable, provided_options = axis_problem.provided[value]
         yield from _forbid_joint_moves(
-            variable, options, own_variable, tuple([option[:1] for option in kept_options])
+            variable, options, own_variable, tuple([option[:1] for option in provided_options])
         )
         yield Factor(
-            (own_variable,), _forbidding([_needs_collective(o[:1], o[1:]) for o in kept_options])
+            (own_variable,),
+            _forbidding([_needs_collective(o[:1], o[1:]) for o in provided_options]),
         )
-        variable, options = own_variable, kept_options
+        variable, options = own_variable, provided_options
     for number, positions in chains.users[value].items():
         wanted = tuple([
             tuple([strategy.inputs[position] for position in positions])
-            for strategy in question.entries[number].strategies
+            for strategy in axis_problem.entries[number].strategies
         ])  # fmt: skip
         yield from _forbid_joint_moves(variable, options, number, wanted)
     for output, placement in zip(step.graph.outputs, step.wanted, strict=True):
@@ -225,15 +227,15 @@ def _forbid_moves(
             yield Factor((variable,), _forbidding(flags))
 
 
-def _maker(
-    step: AxisStep, question: Question, chains: DefUse, value: int
+def _producer_variable(
+    step: AxisStep, axis_problem: AxisProblem, chains: DefUse, value: int
 ) -> tuple[int | None, Options]:
     """Return (the variable that decides a value's produced placement, the placement by choice)."""
-    maker = chains.makers[value]
-    if maker is None:
+    producer = chains.producers[value]
+    if producer is None:
         return None, ((step.axis.inputs[value].placements[step.axis.at],),)
-    number, result_index = maker
-    strategies = question.entries[number].strategies
+    number, result_index = producer
+    strategies = axis_problem.entries[number].strategies
     return number, tuple([(strategy.outputs[result_index],) for strategy in strategies])
 
 
@@ -306,12 +308,12 @@ class CostReason(NamedTuple):
     extra: float | None
 
 
-class _Met(NamedTuple):
-    """Collective of rank 0's program, with the value that it moves, or the node around it."""
+class _LocatedCollective(NamedTuple):
+    """Collective of rank 0's program, and its place in the program before sharding."""
 
     record: Communication
-    value: int | None
-    node: int | None
+    value: int | None  # the value that it redistributes; None: it is inside an op
+    node: int | None  # the node with the collective inside; None: it redistributes a value
 
 
 def reasons(decided: Iterable[AxisStep]) -> list[CostReason]:
@@ -322,12 +324,12 @@ def reasons(decided: Iterable[AxisStep]) -> list[CostReason]:
     explained = []
     for step, group in groups[:MOST]:
         if id(step) not in cost_of_step:
-            cost_of_step[id(step)] = solve(step.question().problem).cost
+            cost_of_step[id(step)] = solve(step.axis_problem().problem).cost
         explained.append(_reason(step, group, cost_of_step[id(step)]))
     return explained
 
 
-def _reason(step: AxisStep, group: Sequence[_Met], cost: float) -> CostReason:
+def _reason(step: AxisStep, group: Sequence[_LocatedCollective], cost: float) -> CostReason:
     """Explain a group of collectives.
 
     Args:
@@ -346,7 +348,7 @@ def _reason(step: AxisStep, group: Sequence[_Met], cost: float) -> CostReason:
 
 
 def _seconds(step: AxisStep, records: Iterable[Communication]) -> float:
-    machine, axis_size = step.axis.machine, step.axis.parts
+    machine, axis_size = step.axis.machine, step.axis.axis_size
     return sum(
         collective_seconds(machine, record.kind, record.nbytes, axis_size) for record in records
     )
@@ -355,9 +357,9 @@ def _seconds(step: AxisStep, records: Iterable[Communication]) -> float:
 # -- collectives of a program ---------------------------------------------------------------------
 
 
-def _groups(step: AxisStep) -> list[list[_Met]]:
+def _groups(step: AxisStep) -> list[list[_LocatedCollective]]:
     """Return the collectives of one axis, grouped by kind and source line."""
-    groups: defaultdict[tuple[str, str | None, str], list[_Met]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str | None, str], list[_LocatedCollective]] = defaultdict(list)
     for collective in _collectives_of(step):
         groups[
             collective.record.kind, collective.record.reduce_op, collective.record.source
@@ -365,7 +367,7 @@ def _groups(step: AxisStep) -> list[list[_Met]]:
     return list(groups.values())
 
 
-def _collectives_of(step: AxisStep) -> Iterator[_Met]:
+def _collectives_of(step: AxisStep) -> Iterator[_LocatedCollective]:
     """Yield the collectives of rank 0's program on the axis of a step."""
     values = step.local.values
     value_of_local = {
@@ -387,7 +389,7 @@ def _collectives_of(step: AxisStep) -> Iterator[_Met]:
             (number for last_result, number in last_results if last_result > result), None
         )
         value = value_of_local.get(result, value_of_local.get(reshaped.get(result, result)))
-        yield _Met(record, value, node_number if value is None else None)
+        yield _LocatedCollective(record, value, node_number if value is None else None)
 
 
 def _last_results(step: AxisStep) -> list[tuple[int, int]]:
@@ -402,26 +404,26 @@ def _last_results(step: AxisStep) -> list[tuple[int, int]]:
     return pairs
 
 
-def _cause(step: AxisStep, met: _Met) -> str:
+def _cause(step: AxisStep, met: _LocatedCollective) -> str:
     """Describe the nearest annotation that led to a collective (breadth-first search backwards).
 
     The search goes through sharded and partial values; replicated ones are not followed.
     """
-    graph, values, makers = step.graph, step.local.values, def_use(step.graph).makers
+    graph, values, producers = step.graph, step.local.values, def_use(step.graph).producers
     queue = list(graph.nodes[met.node].refs()) if met.node is not None else [met.value]
     seen = set(queue)
     for value in queue:  # grows meanwhile: nearest first
         if value is None or all(placement == R for placement in values[value]):
             continue
-        maker = makers[value]
-        if maker is None:
+        producer = producers[value]
+        if producer is None:
             if (placement := placement_of(step, value)) != R:
                 return f"input {graph.values[value]} stored {placement}"
             continue
-        node = graph.nodes[maker[0]]
+        node = graph.nodes[producer[0]]
         placement = sharding_of_mark(node).placements[step.axis.at] if node.op == PLACE else R
         if placement not in (R, Unspecified()):
-            return f"placed {placement} at {graph.line(maker[0])}"
+            return f"placed {placement} at {graph.line(producer[0])}"
         unseen = [ref for ref in node.refs() if ref not in seen]
         seen.update(unseen)
         queue += unseen

@@ -37,7 +37,7 @@ class _Known:
 
     func: Any
     op: CustomOp
-    fake: Any
+    fake: Any  # its fake kernel, as from `_fake_kernel`
     modules: tuple[str, ...] | None  # modules that workers import for it; None: its code is sent
     #: objects that its code refers to; None: one of them may change unnoticed
     fingerprint: Fingerprint | None
@@ -61,7 +61,7 @@ class CustomOps:
     def __init__(self, device_type: str, ship_code: bool) -> None:
         self.device_type, self.ship_code = device_type, ship_code
         self._known: dict[int, _Known] = {}
-        #: functions of ``lazygt.apply``, by code: their witnesses and their ops
+        #: functions of ``lazygt.apply``, by code: their fingerprints and their ops
         self.functions: dict[Any, tuple[Fingerprint, CustomOp]] = {}
 
     def facts(self, func: Any) -> OpFacts:

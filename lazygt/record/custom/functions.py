@@ -24,7 +24,9 @@ from lazygt.record.tensor import is_lazy, meta_of
 from lazygt.runtime.custom_ops import Definition, code_name
 from lazygt.runtime.executors.custom_functions import Gradient, Operand, PlainFunction, structure_of
 
-_SCHEMA = "(Tensor[] operands, bool tell) -> Tensor[]"
+#: Schema of a function's op. With ``with_structure``, where the client could not infer it, the
+#: result has all leaves, also those that are no tensors, and then the pytree's spec as text.
+_SCHEMA = "(Tensor[] operands, bool with_structure) -> Tensor[]"
 #: Number of functions, and of signatures of one function, that are remembered.
 _FUNCTIONS = _SIGNATURES = 1_000
 
@@ -53,6 +55,7 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         CodeError: the code can't be pickled, or ``Workers(ship_code=False)`` forbids that.
         NoSession: no session is open.
     """
+    # the arguments as a pytree with an `Operand` for each tensor, and the tensors apart
     session_recorder = recorder()
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -67,10 +70,10 @@ def apply(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         results, structure = call.run(tensors)
         return structure.put_together(results)
     with session_recorder.lock:
-        state = session_recorder.generator.get_state()
-    structures: list[Structure] = []
+        generator_state = session_recorder.generator.get_state()
+    structures: list[Structure] = []  # gets the result's structure: autograd passes only tensors
     record: Any = _Differentiable.apply
-    flat = record(call, state, structures, *tensors)
+    flat = record(call, generator_state, structures, *tensors)
     return structures[0].put_together(flat)
 
 
@@ -93,7 +96,7 @@ class _Call:
     """Call of a function, to be recorded."""
 
     active: Recorder
-    plain: PlainFunction | Gradient
+    plain: PlainFunction | Gradient  # the function with its arguments, or its backward pass
     identity: tuple[Any, ...]  # the function and its arguments, with None for tensors
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Structure]:
@@ -185,10 +188,10 @@ class _Results:
             return None
         return Structure(metas_or_values, spec)
 
-    def __call__(self, operands: list[torch.Tensor], tell: bool) -> list[torch.Tensor]:
+    def __call__(self, operands: list[torch.Tensor], with_structure: bool) -> list[torch.Tensor]:
         """Return the function's results as fake tensors."""
         structure = self.structure(tuple(map(TensorMeta.of, operands)))
-        if tell or structure is None:
+        if with_structure or structure is None:
             raise NotImplementedError(f"the results of {self.plain.name} depend on values")
         return [x.empty(self.device) for x in structure.leaves if isinstance(x, TensorMeta)]
 
@@ -209,12 +212,17 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, state: torch.Tensor, structures: list[Structure], *tensors: Any
+        ctx: Any,
+        call: _Call,
+        generator_state: torch.Tensor,
+        structures: list[Structure],
+        *tensors: Any,
     ) -> Any:
+        """Record the call; return its tensors, and append the structure to ``structures``."""
         results, structure = call.run(tensors)
         structures.append(structure)
         ctx.call = call
-        ctx.save_for_backward(state, *tensors)
+        ctx.save_for_backward(generator_state, *tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *[t for t in results if not (t.is_floating_point() or t.is_complex())]
@@ -224,9 +232,11 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        state, *tensors = ctx.saved_tensors
-        wanted = tuple(ctx.needs_input_grad[3:])
+        """Record the backward pass; its inputs are those of `Gradient`."""
+        generator_state, *tensors = ctx.saved_tensors
+        wanted = tuple(ctx.needs_input_grad[3:])  # without forward's call, state and structures
         call = ctx.call.gradient(wanted, tuple(grad is not None for grad in grads))
-        results, _ = call.run([state, *tensors, *(grad for grad in grads if grad is not None)])
+        present_grads = [grad for grad in grads if grad is not None]
+        results, _ = call.run([generator_state, *tensors, *present_grads])
         remaining = iter(results)
         return None, None, None, *[next(remaining) if is_wanted else None for is_wanted in wanted]

@@ -47,7 +47,7 @@ def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...],
     Raises:
         CodeError: a part of it can't be pickled.
     """
-    main = pickled(value, title, module, _reduced)
+    main = pickled(value, title, module, _reduction)
     inner_ops: dict[str, bytes] = {}
     modules: dict[str, None] = {}
     pending = [main]
@@ -61,7 +61,7 @@ def bundle(value: Any, title: str, module: str) -> tuple[bytes, tuple[str, ...],
                 modules.update(dict.fromkeys(source.modules))
             else:
                 inner_ops[qualname] = pickled(
-                    _inner_op(func), qualname, ", ".join(source.modules), _reduced
+                    _inner_op(func), qualname, ", ".join(source.modules), _reduction
                 )
                 pending.append(inner_ops[qualname])
     libraries = sorted(torch.ops.loaded_libraries) if b"ops" in main else []
@@ -88,7 +88,7 @@ def _inner_op(func: OpOverload) -> InnerOp:
     return InnerOp(schema[schema.index("(") :], inner_kernels(func), backward, context)
 
 
-def _reduced(operation: Any) -> Any:
+def _reduction(operation: Any) -> Any:
     """Return the pickle reduction of a torch op, or of a namespace of ops."""
     if isinstance(operation, OpOverload):
         return NamedOp, (operation.name(), operation._overloadname)
@@ -113,7 +113,8 @@ def pickled(value: Any, title: str, module: str, operation: Callable[[Any], Any]
 
     Args:
         title, module: names for an error.
-        operation: function from a torch op, or a namespace of ops, to its reduction.
+        operation: function from a torch op, or a namespace of ops, to its reduction: what
+            ``__reduce__`` would return.
 
     Raises:
         CodeError: a part of it can't be pickled.
@@ -201,15 +202,20 @@ class _Mutable(Exception):
 
 
 class Fingerprint:
-    """Fingerprint of a function: the objects that its code refers to, compared by identity."""
+    """Fingerprint of a function: the objects that its code refers to, compared by identity.
 
-    def __init__(self, value: Any, seen: list[Any]) -> None:
-        self._value, self._seen = value, seen
+    Args:
+        value: the function, or a tuple with it and its arguments.
+        references: the objects, in the order of `_references`.
+    """
+
+    def __init__(self, value: Any, references: list[Any]) -> None:
+        self._value, self._recorded = value, references
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Fingerprint):
             return NotImplemented
-        return _identical(self._seen, other._seen)
+        return _identical(self._recorded, other._recorded)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -217,14 +223,14 @@ class Fingerprint:
     def of(value: Any) -> Fingerprint | None:
         """Return a function's fingerprint; None if it refers to a mutable object."""
         try:
-            return Fingerprint(value, _seen(value))
+            return Fingerprint(value, _references(value))
         except _Mutable:
             return None
 
     def holds(self) -> bool:
         """Return whether the function still refers to the same objects."""
         try:
-            return _identical(_seen(self._value), self._seen)
+            return _identical(_references(self._value), self._recorded)
         except _Mutable:
             return False
 
@@ -234,11 +240,16 @@ def _identical(first: list[Any], second: list[Any]) -> bool:
     return len(first) == len(second) and all(map(is_, first, second))
 
 
-def _seen(value: Any) -> list[Any]:
-    """Return the objects that a value's code refers to, and the count of op registrations."""
+def _references(value: Any) -> list[Any]:
+    """Return the objects that a value's code refers to, and the number of op registrations.
+
+    The number is compared by identity like the objects: so any new registration of an op makes
+    fingerprints differ.
+    """
     objects: list[Any] = []
     _collect(value, objects, set())
-    objects.append(registry.count())  # a small number is one object, a new one is another
+    # the registry's counter is one int object until the next registration replaces it
+    objects.append(registry.registration_count())
     return objects
 
 

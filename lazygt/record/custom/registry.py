@@ -32,10 +32,10 @@ ANY_DEVICE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunction
 #: Those of them with precedence over a backend's fallback.
 _BEFORE_FALLBACK = ANY_DEVICE[:2]
 #: Namespaces of ops that every process has.
-_TORCHS_OWN = ("aten", "prim", "prims")
+_TORCH_NAMESPACES = ("aten", "prim", "prims")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 #: Names in a library that is linked with torch's.
-_LINKED = (b"libc10", b"libtorch")
+_TORCH_LIBRARY_NAMES = (b"libc10", b"libtorch")
 _REGISTERED_AT = re.compile(r"registered at (.+?):\d+")
 #: module -> its spec at the first query, and True if workers can import it
 _modules: dict[str, tuple[Any, bool]] = {}
@@ -45,14 +45,14 @@ _modules: dict[str, tuple[Any, bool]] = {}
 
 
 @dataclass(slots=True)
-class Noted:
+class Registrations:
     """Registrations of an op."""
 
     kernels: dict[str, Callable[..., Any]] = field(default_factory=dict)  # dispatch key -> function
     modules: list[str] = field(default_factory=list)  # modules that registered something, in order
-    times: int = 0  # number of its definitions
+    times: int = 0  # number of its definitions: of ``Library.define``
 
-    def by(self, module: str) -> None:
+    def add_module(self, module: str) -> None:
         """Add a registering module."""
         global _count
         _count += 1
@@ -60,23 +60,23 @@ class Noted:
             self.modules.append(module)
 
 
-_noted: dict[str, Noted] = {}
+_registrations: dict[str, Registrations] = {}
 _count = 0
 _define: Any = Library.define
 _impl: Any = Library.impl
 
 
-def noted(qualname: str) -> Noted:
+def registrations_of(qualname: str) -> Registrations:
     """Return the registrations of ``namespace::op`` or ``namespace::op.overload``."""
-    return _noted.get(qualname) or Noted()
+    return _registrations.get(qualname) or Registrations()
 
 
-def defined() -> dict[str, Noted]:
+def defined() -> dict[str, Registrations]:
     """Return all ops with noted registrations."""
-    return _noted
+    return _registrations
 
 
-def count() -> int:
+def registration_count() -> int:
     """Return the number of registrations noted."""
     return _count
 
@@ -84,22 +84,22 @@ def count() -> int:
 def note_defined() -> None:
     """Note the ops defined before lazygt's import, of modules that torch does not know."""
     for qualname in torch.library._defs:
-        _noted[qualname] = Noted(times=1)
+        _registrations[qualname] = Registrations(times=1)
     if NATIVE is not None:
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        for qualname in filter(_custom, torch._C._dispatch_get_all_op_names()):
+        for qualname in filter(_is_custom_name, torch._C._dispatch_get_all_op_names()):
             if any(has(qualname, key) for key in _BEFORE_FALLBACK):
                 _record_whole(qualname)
 
 
-def _custom(qualname: str) -> bool:
+def _is_custom_name(qualname: str) -> bool:
     """Return whether an op is in none of torch's own namespaces."""
-    return qualname.partition("::")[0] not in _TORCHS_OWN
+    return qualname.partition("::")[0] not in _TORCH_NAMESPACES
 
 
 def _record_whole(qualname: str) -> None:
     """Make C++ record a custom op as one op, where torch would decompose it by its kernel."""
-    if NATIVE is not None and _custom(qualname):
+    if NATIVE is not None and _is_custom_name(qualname):
         space, _, op = qualname.partition("::")
         NATIVE.record_whole(space, op)
 
@@ -109,8 +109,10 @@ def _noting_define(self: Library, schema: str, *args: Any, **kwargs: Any) -> Any
     """Define an op, and note the registering module (replaces ``Library.define``)."""
     result = _define(self, schema, *args, **kwargs)
     qualname = _qualname(self, schema.split("(")[0])
-    _noted[qualname] = note = Noted(times=noted(qualname).times + 1)
-    note.by(_registering_module())
+    _registrations[qualname] = registrations = Registrations(
+        times=registrations_of(qualname).times + 1
+    )
+    registrations.add_module(_registering_module())
     return result
 
 
@@ -124,9 +126,9 @@ def _noting_impl(
     if key in _BEFORE_FALLBACK:
         _record_whole(_qualname(self, op_name))
     if key in ("CPU", "CUDA", *ANY_DEVICE) and not kwargs.get("with_keyset"):
-        note = _noted.setdefault(_qualname(self, op_name), Noted())
-        note.kernels[key] = fn
-        note.by(_registering_module())
+        registrations = _registrations.setdefault(_qualname(self, op_name), Registrations())
+        registrations.kernels[key] = fn
+        registrations.add_module(_registering_module())
     return result
 
 
@@ -158,7 +160,7 @@ def _registering_module() -> str:
 
 def is_custom(func: Any) -> bool:
     """Return whether an overload belongs to a custom op: torch alone does not define it."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCHS_OWN:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in _TORCH_NAMESPACES:
         return False
     qualname = func.name()
     if qualname in OPDEFS or qualname in torch.library._defs:
@@ -175,13 +177,15 @@ class OpSource:
     kernel: Callable[..., Any] | None
     modules: tuple[str, ...]  # modules that have registered something for it
     libraries: tuple[str, ...] = ()  # shared libraries that may have
-    again: bool = False  # it was defined more than once, so a module may define another version
+    is_redefined: bool = (
+        False  # it was defined more than once, so a module may define another version
+    )
 
     @property
     def can_be_imported(self) -> bool:
         """True if a worker that loads all of it has the same op."""
         named = bool(self.modules or self.libraries)
-        return named and not self.again and all(map(importable, self.modules))
+        return named and not self.is_redefined and all(map(importable, self.modules))
 
 
 def source_of(func: Any, device_type: str) -> OpSource:
@@ -190,13 +194,13 @@ def source_of(func: Any, device_type: str) -> OpSource:
     All parts are empty for an unknown source; ``CustomOps.facts`` raises CodeError then.
     """
     qualname = func.name()
-    registrations, defined = noted(qualname), OPDEFS.get(qualname)
+    registrations, defined = registrations_of(qualname), OPDEFS.get(qualname)
     kernels = inner_kernels(func)
     kernel = kernels.get(device_type) or kernels.get(None)
     if defined is not None:
         names = registrations.modules or [defined._init_fn.__module__]
         names = [*names, *([kernel.__module__] if kernel else [])]
-        return OpSource(kernel, tuple(dict.fromkeys(names)), again=registrations.times > 1)
+        return OpSource(kernel, tuple(dict.fromkeys(names)), is_redefined=registrations.times > 1)
     modules = list(registrations.modules)
     if kernel is None and not modules and qualname in torch.library._defs:
         modules = _registered_by(qualname)
@@ -204,17 +208,17 @@ def source_of(func: Any, device_type: str) -> OpSource:
     by_module = [(module_of(path), path) for path in loaded]
     modules += [name for name, _ in by_module if name and name not in modules]
     standalone = tuple(path for name, path in by_module if not name)
-    return OpSource(kernel, tuple(modules), standalone, again=registrations.times > 1)
+    return OpSource(kernel, tuple(modules), standalone, is_redefined=registrations.times > 1)
 
 
 def inner_kernels(func: Any) -> dict[str | None, Callable[..., Any]]:
     """Return the Python kernels of an op by device type; None: a kernel for any device."""
     defined = OPDEFS.get(func.name())
     if defined is not None:
-        return {kind: _plain(kernel) for kind, kernel in defined._backend_fns.items()}
+        return {kind: _unwrapped(kernel) for kind, kernel in defined._backend_fns.items()}
     return {
         None if key in ANY_DEVICE else key.lower(): kernel
-        for key, kernel in noted(func.name()).kernels.items()
+        for key, kernel in registrations_of(func.name()).kernels.items()
     }
 
 
@@ -223,7 +227,7 @@ def _opname(func: Any) -> str:
     return str(func._schema.name).split("::")[1]
 
 
-def _plain(kernel: Any) -> Any:
+def _unwrapped(kernel: Any) -> Any:
     """Return the user's function inside the wrapper of ``CustomOpDef.register_kernel``."""
     function = getattr(kernel, "__wrapped__", kernel)
     code = getattr(function, "__code__", None)
@@ -251,7 +255,9 @@ def _registered_by(qualname: str) -> list[str]:
 def libraries_with(namespace: str, op: str) -> tuple[str, ...]:
     """Return the loaded libraries, besides torch's own, that contain these names."""
     names = namespace.encode(), op.encode()
-    return tuple(path for path in _loaded() if _linked(path) and _names_all(path, names))
+    return tuple(
+        path for path in _loaded_libraries() if _links_torch(path) and _contains_all(path, names)
+    )
 
 
 def module_of(path: str) -> str:
@@ -263,27 +269,27 @@ def module_of(path: str) -> str:
     return ""
 
 
-def _loaded() -> list[str]:
+def _loaded_libraries() -> list[str]:
     """Return the loaded shared libraries of this process, without torch's."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line}
-    return sorted(p for p in paths - _of_torch() if os.path.isfile(p))
+    return sorted(p for p in paths - _torchs_libraries() if os.path.isfile(p))
 
 
 @cache
-def _of_torch() -> frozenset[str]:
+def _torchs_libraries() -> frozenset[str]:
     """Return the real paths of torch's own libraries, as in ``/proc/self/maps``."""
     files = (os.path.join(_TORCH, "lib", "*"), os.path.join(_TORCH, "*.so"))
     return frozenset(os.path.realpath(file) for pattern in files for file in glob(pattern))
 
 
 @cache
-def _linked(path: str) -> bool:
+def _links_torch(path: str) -> bool:
     """Return whether a library is linked with torch's."""
-    return any(_names_all(path, (name,)) for name in _LINKED)
+    return any(_contains_all(path, (name,)) for name in _TORCH_LIBRARY_NAMES)
 
 
-def _names_all(path: str, names: tuple[bytes, ...]) -> bool:
+def _contains_all(path: str, names: tuple[bytes, ...]) -> bool:
     """Return whether a file contains all these byte strings."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return all(data.find(name) >= 0 for name in names)

@@ -38,13 +38,13 @@ class AttentionCall(NamedTuple):
         return self.query, self.key, self.value
 
     @property
-    def differentiates(self) -> bool:
+    def needs_gradient(self) -> bool:
         """True if a gradient of query, key, value or mask may be requested."""
         tensors = self.operands if self.mask is None else (*self.operands, self.mask)
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
     @property
-    def additive(self) -> torch.Tensor | None:
+    def additive_mask(self) -> torch.Tensor | None:
         """The mask as a term added to the scores: 0 and -inf for a boolean mask."""
         mask = self.mask
         if mask is None or mask.dtype != torch.bool:
@@ -78,10 +78,10 @@ def attention(
         )
     call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if workers_device() != "cpu":
-        return _choice(call, workers_gpu())(call)
+        return _choose_kernel(call, workers_gpu())(call)
     if 0 in (query.numel(), key.numel(), value.numel()):
         return _empty(call)
-    return _on_cpus(call) if _fits_cpus(call) else _math(call)
+    return _flash_on_cpus(call) if _fits_flash_on_cpus(call) else _math(call)
 
 
 def _math(call: AttentionCall) -> torch.Tensor:
@@ -90,7 +90,7 @@ def _math(call: AttentionCall) -> torch.Tensor:
         raise RuntimeError("No available kernel. Aborting execution.")
     return aten._scaled_dot_product_attention_math.default(
         *call.operands,
-        call.additive,
+        call.additive_mask,
         call.dropout_p,
         call.is_causal,
         scale=call.scale,
@@ -102,21 +102,28 @@ def _math(call: AttentionCall) -> torch.Tensor:
 
 
 def _empty(call: AttentionCall) -> torch.Tensor:
-    """Return attention without elements: zeros, NaN from any operand, and gradients for each."""
+    """Return the result where an operand is empty: zeros that depend on every operand.
+
+    So a NaN in the others shows, and each has a gradient, as in eager torch.
+    """
     query, key, value = call.operands
     zeros = query.new_zeros((*query.shape[:-1], value.shape[-1]))
     values, keys = value.sum(), key.sum()
     return zeros + (query.sum() + keys + values) * 0
 
 
-def _on_cpus(call: AttentionCall) -> torch.Tensor:
+def _flash_on_cpus(call: AttentionCall) -> torch.Tensor:
     """Record the flash-attention kernel for CPUs."""
     return aten._scaled_dot_product_flash_attention_for_cpu.default(
-        *call.operands, call.dropout_p, call.is_causal, attn_mask=call.additive, scale=call.scale
+        *call.operands,
+        call.dropout_p,
+        call.is_causal,
+        attn_mask=call.additive_mask,
+        scale=call.scale,
     )[0]
 
 
-def _fits_cpus(call: AttentionCall) -> bool:
+def _fits_flash_on_cpus(call: AttentionCall) -> bool:
     """Return whether the CPU kernel accepts the call."""
     query, key, value = call.operands
     return torch.backends.cuda.flash_sdp_enabled() and (
@@ -125,7 +132,7 @@ def _fits_cpus(call: AttentionCall) -> bool:
         and _mask_fits(call)
         and query.shape[3] == key.shape[3] == value.shape[3]
         and _rows_are_dense(call)
-        and _of_dtypes(call, _CPU_DTYPES)
+        and _share_a_dtype(call, _CPU_DTYPES)
     )
 
 
@@ -170,7 +177,7 @@ def _rows_are_dense(call: AttentionCall) -> bool:
     return all(t.stride(-1) == 1 for t in call.operands)
 
 
-def _of_dtypes(call: AttentionCall, dtypes: frozenset[torch.dtype]) -> bool:
+def _share_a_dtype(call: AttentionCall, dtypes: frozenset[torch.dtype]) -> bool:
     """Return whether query, key and value share one of these dtypes."""
     query, key, value = call.operands
     return query.dtype == key.dtype == value.dtype and query.dtype in dtypes
@@ -179,9 +186,9 @@ def _of_dtypes(call: AttentionCall, dtypes: frozenset[torch.dtype]) -> bool:
 # -- attention on GPUs -----------------------------------------------------------------------------
 
 
-def _choice(call: AttentionCall, gpu: Gpu) -> Callable[[AttentionCall], torch.Tensor]:
+def _choose_kernel(call: AttentionCall, gpu: Gpu) -> Callable[[AttentionCall], torch.Tensor]:
     """Return the first kernel in torch's order that is enabled and fits the call."""
-    for backend in _order(gpu):
+    for backend in _priorities(gpu):
         if backend in _KERNELS:
             enabled, fits, kernel = _KERNELS[backend]
             if enabled() and fits(call, gpu):
@@ -189,7 +196,7 @@ def _choice(call: AttentionCall, gpu: Gpu) -> Callable[[AttentionCall], torch.Te
     return _math
 
 
-def _order(gpu: Gpu) -> list[int]:
+def _priorities(gpu: Gpu) -> list[int]:
     """Return the backends by priority.
 
     cuDNN is first where torch prefers it, unless the user has set an order.
@@ -230,20 +237,20 @@ def _fits_cudnn(call: AttentionCall, gpu: Gpu) -> bool:
     return (
         gpu.cudnn >= 90000
         and (8, 0) <= gpu.capability <= (12, 1)
-        and _of_dtypes(call, _HALVES)
+        and _share_a_dtype(call, _HALVES)
         and _shapes_fit(call, gqa=True)
         and _mask_fits(call)
         and not _must_be_deterministic()
         and _has_elements(call)
-        and _rows_are_dense_on_gpus(call, singles=True)
+        and _rows_are_dense_on_gpus(call, exempt_singletons=True)
         and max(query.shape[3], value.shape[3]) <= 128
         and query.shape[3] % 8 == value.shape[3] % 8 == 0
         and key.shape[2] != 1
-        and (call.dropout_p == 0 or _cudnn_drops(call, gpu))
+        and (call.dropout_p == 0 or _cudnn_supports_dropout(call, gpu))
     )
 
 
-def _cudnn_drops(call: AttentionCall, gpu: Gpu) -> bool:
+def _cudnn_supports_dropout(call: AttentionCall, gpu: Gpu) -> bool:
     """Return whether cuDNN supports the call's dropout: a multiple of 1/16."""
     return gpu.cudnn >= 91400 and call.query.shape[2] != 1 and (call.dropout_p * 16).is_integer()
 
@@ -252,8 +259,8 @@ def _cudnn(call: AttentionCall) -> torch.Tensor:
     """Record cuDNN's attention."""
     return aten._scaled_dot_product_cudnn_attention.default(
         *call.operands,
-        call.additive,
-        call.differentiates,
+        call.additive_mask,
+        call.needs_gradient,
         call.dropout_p,
         call.is_causal,
         False,
@@ -267,23 +274,23 @@ def _fits_flash(call: AttentionCall, gpu: Gpu) -> bool:
     return (
         call.mask is None
         and (8, 0) <= gpu.capability <= (12, 1)
-        and _of_dtypes(call, _HALVES)
+        and _share_a_dtype(call, _HALVES)
         and _shapes_fit(call, gqa=True)
         and query.shape[3] == key.shape[3] == value.shape[3] <= 256
         and not (call.is_causal and query.shape[2] != key.shape[2])
         and _has_elements(call)
-        and _rows_are_dense_on_gpus(call, singles=True)
-        and _flash_differentiates(call, gpu)
+        and _rows_are_dense_on_gpus(call, exempt_singletons=True)
+        and _flash_has_gradient(call, gpu)
     )
 
 
-def _flash_differentiates(call: AttentionCall, gpu: Gpu) -> bool:
+def _flash_has_gradient(call: AttentionCall, gpu: Gpu) -> bool:
     """Return whether flash attention has gradients for the call's head size.
 
     GPUs with little shared memory lack those of some head sizes.
     """
     small = (8, 6) <= gpu.capability <= (8, 9) or (12, 0) <= gpu.capability <= (12, 1)
-    if not (small and call.differentiates):
+    if not (small and call.needs_gradient):
         return True
     size = call.query.shape[3]
     return size <= 192 or (size > 224 and call.dropout_p == 0)
@@ -312,13 +319,13 @@ def _fits_efficient(call: AttentionCall, gpu: Gpu) -> bool:
     alignment = _alignment(query.dtype, gpu.capability)
     return (
         (5, 0) <= gpu.capability <= (12, 1)
-        and _of_dtypes(call, _EFFICIENT if ampere else _EFFICIENT - {torch.bfloat16})
+        and _share_a_dtype(call, _EFFICIENT if ampere else _EFFICIENT - {torch.bfloat16})
         and _shapes_fit(call, gqa=False)
         and query.shape[3] == key.shape[3]
         and 0 not in (query.shape[3], value.shape[3])
         and query.shape[3] % alignment == value.shape[3] % alignment == 0
         and _has_elements(call)
-        and _rows_are_dense_on_gpus(call, singles=False)
+        and _rows_are_dense_on_gpus(call, exempt_singletons=False)
     )
 
 
@@ -335,7 +342,7 @@ def _efficient(call: AttentionCall) -> torch.Tensor:
     return aten._scaled_dot_product_efficient_attention.default(
         *call.operands,
         _expanded_mask(call),
-        call.differentiates,
+        call.needs_gradient,
         call.dropout_p,
         call.is_causal,
         scale=call.scale,
@@ -344,7 +351,7 @@ def _efficient(call: AttentionCall) -> torch.Tensor:
 
 def _expanded_mask(call: AttentionCall) -> torch.Tensor | None:
     """Return the mask expanded to all scores, with rows aligned to 8 elements."""
-    mask, query = call.additive, call.query
+    mask, query = call.additive_mask, call.query
     if mask is None:
         return None
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
@@ -358,13 +365,13 @@ def _has_elements(call: AttentionCall) -> bool:
     return 0 not in (t.numel() for t in call.operands)
 
 
-def _rows_are_dense_on_gpus(call: AttentionCall, singles: bool) -> bool:
+def _rows_are_dense_on_gpus(call: AttentionCall, exempt_singletons: bool) -> bool:
     """Return whether the last dims, the mask's too, have stride 1.
 
     Args:
-        singles: a last dim of one element is exempt.
+        exempt_singletons: accept any stride of a last dim of one element.
     """
-    if not (_rows_are_dense(call) or (singles and call.query.shape[-1] == 1)):
+    if not (_rows_are_dense(call) or (exempt_singletons and call.query.shape[-1] == 1)):
         return False
     return call.mask is None or call.mask.stride(-1) == 1
 
@@ -380,7 +387,7 @@ def _must_be_deterministic() -> bool:
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _EFFICIENT = _HALVES | {torch.float32}
 
-#: Backend -> (its switch, its test of a call on a GPU, its kernel).
+#: Backend -> (whether the user lets it run, whether it fits a call on a GPU, the kernel).
 _KERNELS: dict[
     int,
     tuple[

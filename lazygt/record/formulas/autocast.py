@@ -17,7 +17,8 @@ from lazygt.record.patches import Patch
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-#: Function that calls an overload with arguments cast by autocast.
+#: Function that calls an overload with arguments cast by autocast (in ATen: ``CastPolicy``, whose
+#: names are in parentheses below).
 Policy = Callable[[torch._ops.OpOverload, Args, Kwargs], Any]
 
 _KEY: Any = torch._C.DispatchKey
@@ -205,7 +206,7 @@ def register_autocast() -> torch.library.Library:
         policies = {
             device: table[name]
             for device, table in TABLES.items()
-            if name in table and torchs_own(name, device)
+            if name in table and torch_casts(name, device)
         }
         if policies:
             kernel = _casting(_overload(name), policies)
@@ -218,7 +219,7 @@ def fall_through(library: torch.library.Library) -> None:
     library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 
 
-def torchs_own(name: str, device: str) -> bool:
+def torch_casts(name: str, device: str) -> bool:
     """Return whether the installed torch casts an op on a device."""
     try:
         return torch._C._dispatch_has_kernel_for_dispatch_key(

@@ -27,7 +27,7 @@ RELU, TANH, LSTM, GRU = range(4)
 State = tuple[torch.Tensor, ...]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16)
-#: Minimum cuDNN version, and compute capability, for bfloat16 layers in torch.
+#: Minimum cuDNN version (9.13), and compute capability, for bfloat16 layers in torch.
 _BFLOAT16 = 91300
 _AMPERE = (8, 0)
 
@@ -50,7 +50,7 @@ class Layers(NamedTuple):
         return 2 if self.bidirectional else 1
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """True if there is dropout between layers."""
         return self.dropout != 0 and self.train and self.num_layers > 1
 
@@ -60,16 +60,24 @@ class Layers(NamedTuple):
         params = self.params[number * count : (number + 1) * count]
         return self._replace(params=params, num_layers=1)
 
-    def settings(self, first: State) -> tuple[Any, ...]:
-        """Return the op's arguments from ``mode`` to ``dropout_state``."""
-        width, hidden = first[0].shape[2], first[-1].shape[2]
+    def settings(self, initial: State) -> tuple[Any, ...]:
+        """Return the op's arguments from ``mode`` to ``dropout_state``, for these initial states.
+
+        Their widths show whether an LSTM has a projection: h is then smaller than c.
+        """
+        width, hidden = initial[0].shape[2], initial[-1].shape[2]
         projected = 0 if width == hidden else width
         return (self.mode, hidden, projected, self.num_layers, False, 0.0, self.train,
                 self.bidirectional, [*self.sizes], None)  # fmt: skip
 
 
-def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an op on dense sequences: by cuDNN where eager torch uses it, else by ``steps``."""
+def cudnn_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an op on dense sequences: by cuDNN where eager torch uses it, else by ``steps``.
+
+    Args:
+        mode: the kind of the layers: ``RELU``, ``TANH``, ``LSTM`` or ``GRU``.
+        steps: implementation step by step, with the same arguments.
+    """
 
     @wraps(steps)
     def op(
@@ -86,17 +94,21 @@ def dense_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
         if not _uses_cudnn(x):
             return steps(x, hx, params, has_biases, num_layers, dropout, train, bidirectional,
                          batch_first)  # fmt: skip
-        first = _states(hx)
-        count = _weights_per_layer(first, has_biases)
+        initial = _contiguous_states(hx)
+        count = _weights_per_layer(initial, has_biases)
         layers = Layers(mode, params, count, num_layers, dropout, train, bidirectional, ())
-        out, last = _stack(x.transpose(0, 1) if batch_first else x, first, layers)
+        out, last = _stack(x.transpose(0, 1) if batch_first else x, initial, layers)
         return (out.transpose(0, 1) if batch_first else out, *last)
 
     return op
 
 
-def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an op on packed sequences: by cuDNN where eager torch uses it, else by ``steps``."""
+def cudnn_or_packed(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an op on packed sequences: by cuDNN where eager torch uses it, else by ``steps``.
+
+    Args:
+        mode, steps: see `cudnn_or`.
+    """
 
     @wraps(steps)
     def op(
@@ -113,10 +125,10 @@ def packed_or(mode: int, steps: Callable[..., Any]) -> Callable[..., Any]:
         if not _uses_cudnn(data):
             return steps(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train,
                          bidirectional)  # fmt: skip
-        first, sizes = _states(hx), batch_sizes.tolist()
-        count = _weights_per_layer(first, has_biases)
+        initial, sizes = _contiguous_states(hx), batch_sizes.tolist()
+        count = _weights_per_layer(initial, has_biases)
         layers = Layers(mode, params, count, num_layers, dropout, train, bidirectional, sizes)
-        out, last = _stack(data, first, layers)
+        out, last = _stack(data, initial, layers)
         return out, *last
 
     return op
@@ -148,8 +160,8 @@ def _weights_per_layer(initial_states: State, has_biases: bool) -> int:
     return 2 + 2 * has_biases + has_projection
 
 
-def _states(hx: Any) -> State:
-    """Return the first states.
+def _contiguous_states(hx: Any) -> State:
+    """Return ``hx``, one state or a pair (h, c), as a tuple.
 
     Raises:
         RuntimeError: a state is not contiguous, as in eager torch.
@@ -161,26 +173,26 @@ def _states(hx: Any) -> State:
     return states
 
 
-def _stack(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
+def _stack(x: torch.Tensor, initial: State, layers: Layers) -> tuple[torch.Tensor, State]:
     """Return output and last states of stacked layers, with dropout between them if any."""
-    if not layers.drops:
-        return _fused(x, first, layers)
+    if not layers.has_dropout:
+        return _fused(x, initial, layers)
     last_states = []
     for number in range(layers.num_layers):
         if number:
             x = torch.dropout(x, layers.dropout, True)
         start = number * layers.directions
-        states = tuple(state[start : start + layers.directions] for state in first)
+        states = tuple(state[start : start + layers.directions] for state in initial)
         x, last = _fused(x, states, layers.layer(number))
         last_states.append(last)
     return x, tuple(torch.cat(states, 0) for states in zip(*last_states, strict=True))
 
 
-def _fused(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor, State]:
-    """Return output and last states by one cuDNN op."""
-    hx, cx = first if len(first) == 2 else (first[0], None)
-    tensors = (x, *first, *layers.params)
-    settings = layers.settings(first)
+def _fused(x: torch.Tensor, initial: State, layers: Layers) -> tuple[torch.Tensor, State]:
+    """Return output and last states by one cuDNN op, differentiable if a gradient is needed."""
+    hx, cx = initial if len(initial) == 2 else (initial[0], None)
+    tensors = (x, *initial, *layers.params)
+    settings = layers.settings(initial)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         out, *last = _Cudnn.apply(x, hx, cx, layers.per_layer, settings, *layers.params)  # type: ignore[no-untyped-call]
         return out, tuple(last)
@@ -191,7 +203,10 @@ def _fused(x: torch.Tensor, first: State, layers: Layers) -> tuple[torch.Tensor,
 
 
 class _Cudnn(torch.autograd.Function):
-    """torch's own derivative of cuDNN's op, without the clone of the reserve."""
+    """torch's own derivative of cuDNN's op, without the clone of the reserve.
+
+    The reserve is what cuDNN's forward leaves for its backward (see the module docstring).
+    """
 
     @staticmethod
     def forward(

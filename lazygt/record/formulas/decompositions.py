@@ -18,34 +18,36 @@ from lazygt.record.formulas.attention_kernel import attention
 
 aten: Any = torch.ops.aten
 
-#: Composite ops with a kernel on CPUs, recorded as one op: their decompositions, which torch uses
-#: for a device without a kernel, round differently.
-KERNELS_OF_THEIR_OWN = ("silu_backward", "mish_backward", "native_channel_shuffle")
+#: Composite ops that torch has a CPU kernel for. They are recorded as one op: their
+#: decompositions, which torch uses for a device without a kernel, round differently.
+CPU_KERNELS = ("silu_backward", "mish_backward", "native_channel_shuffle")
 #: Composite ops that have a kernel on GPUs only.
-KERNELS_ON_GPUS = ("_fused_rms_norm",)
+GPU_KERNELS = ("_fused_rms_norm",)
 
 
 def register_decompositions(record: Callable[..., Any] | None) -> torch.library.Library:
-    """Register the choices.
+    """Register the kernels of `DECOMPOSED`, and those that record `CPU_KERNELS` undecomposed.
 
     Args:
         record: function that records an op with its arguments, undecomposed; None: C++ does.
     """
     library = _library(DECOMPOSED)
     if record is not None:
-        _record_undecomposed(library, KERNELS_OF_THEIR_OWN, record)
+        _record_undecomposed(library, CPU_KERNELS, record)
     return library
 
 
 def register_for_gpus(record: Callable[..., Any] | None) -> torch.library.Library:
-    """Register choices that differ on GPUs only, so that CPU sessions run no Python for them.
+    """Register kernels that choose otherwise on GPUs only.
+
+    They are apart so that CPU sessions run no Python for them.
 
     Args:
         record: see `register_decompositions`.
     """
     library = _library({"rms_norm": _rms_norm, "grid_sampler": _grid_sampler})
     if record is not None:
-        _record_undecomposed(library, KERNELS_ON_GPUS, record)
+        _record_undecomposed(library, GPU_KERNELS, record)
     return library
 
 

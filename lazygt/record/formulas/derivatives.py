@@ -113,7 +113,11 @@ def register_derivatives() -> torch.library.Library:
 
 
 def _register(library: torch.library.Library, op: Any, formula: Callable[..., Any]) -> None:
-    """Register a formula for calls with a gradient; others go to torch's own kernel."""
+    """Register a formula for calls with a gradient; others go to torch's own kernel.
+
+    Args:
+        formula: function with the op's arguments; ``NotImplemented``: torch's kernel is called.
+    """
     keys = torch._C.DispatchKey
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +128,7 @@ def _register(library: torch.library.Library, op: Any, formula: Callable[..., An
             result = formula(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        # AutogradOther still has torch's own formula, which this kernel hides for the device
         remaining_keys = keyset.remove(keys.AutogradPrivateUse1)
         remaining_keys = remaining_keys | torch._C.DispatchKeySet(keys.AutogradOther)
         return op.redispatch(remaining_keys, *args, **kwargs)
@@ -171,7 +176,7 @@ def _product_along(
 
 
 class _Product(torch.autograd.Function):
-    """Product; its gradient is the product by each element, without division at zeros."""
+    """Product; its gradient is the product divided by each element, without division by zero."""
 
     @staticmethod
     def forward(

@@ -15,14 +15,15 @@ import torch
 
 from lazygt.record.context import workers_device
 from lazygt.record.formulas.autocast import as_cudnn
-from lazygt.record.formulas.cudnn_recurrent import GRU, LSTM, RELU, TANH, dense_or, packed_or
+from lazygt.record.formulas.cudnn_recurrent import GRU, LSTM, RELU, TANH, cudnn_or, cudnn_or_packed
 
 aten: Any = torch.ops.aten
 #: State of a layer: one tensor, or two for an LSTM.
 State = tuple[torch.Tensor, ...]
-#: Function from a step's gates, the previous state, and the weights besides the input's to a state.
+#: One step of a layer: (gates, state, weights) -> next state. ``gates`` has the input's share of
+#: the gates; ``weights`` are w_hh and b_hh, and w_hr of an LSTM with a projection.
 Cell = Callable[[torch.Tensor, State, list[Any]], State]
-#: The same for a state of one tensor: of gates, state, and weights and bias of the state.
+#: The same for a state of one tensor: (gates, h, w_hh, b_hh) -> next h.
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -144,7 +145,12 @@ def _stack(
     train: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Run stacked layers, in one or both directions; return output and final states."""
+    """Run stacked layers, in one or both directions; return output and final states.
+
+    Args:
+        layer: runs one layer and direction on (steps, its index, reverse); returns output and
+            state.
+    """
     steps = x.transpose(0, 1) if batch_first else x
     states: list[Any] = []
     for number in range(num_layers):
@@ -250,10 +256,21 @@ def _batch_slice(state: State, start: int, end: int) -> State:
 
 
 def _forwards(
-    gates: list[torch.Tensor], first: State, cell: Callable[[torch.Tensor, State], State]
+    gates: list[torch.Tensor], initial: State, cell: Callable[[torch.Tensor, State], State]
 ) -> tuple[list[torch.Tensor], State]:
-    """Run the steps forwards; samples that end leave the batch with their last state."""
-    outs, ended, state = [], [], first
+    """Run the steps forwards; samples that end leave the batch with their last state.
+
+    The batch is sorted by length, so the samples that end are its last ones.
+
+    Args:
+        gates: for each step, the input's share of the gates, of the samples it has.
+        initial: the states of all samples before the first step.
+        cell: computes a step's state from its gates and the previous state.
+
+    Returns:
+        The outputs of all steps, and the last state of every sample.
+    """
+    outs, ended, state = [], [], initial
     for gate in gates:
         remaining, active = gate.shape[0], state[0].shape[0]
         if remaining < active:
@@ -265,15 +282,18 @@ def _forwards(
 
 
 def _backwards(
-    gates: list[torch.Tensor], first: State, cell: Callable[[torch.Tensor, State], State]
+    gates: list[torch.Tensor], initial: State, cell: Callable[[torch.Tensor, State], State]
 ) -> tuple[list[torch.Tensor], State]:
-    """Run the steps backwards; samples that begin join the batch with their first state."""
+    """Run the steps backwards; samples that begin join the batch with their initial state.
+
+    Arguments and results are those of `_forwards`.
+    """
     outs: list[torch.Tensor] = []
-    state = _batch_slice(first, 0, gates[-1].shape[0])
+    state = _batch_slice(initial, 0, gates[-1].shape[0])
     for gate in reversed(gates):
         active, previous = gate.shape[0], state[0].shape[0]
         if active > previous:
-            state = _concatenated([state, _batch_slice(first, previous, active)])
+            state = _concatenated([state, _batch_slice(initial, previous, active)])
         state = cell(gate, state)
         outs.append(state[0])
     return outs[::-1], state
@@ -283,7 +303,7 @@ def _layers(
     cell: Cell,
     data: torch.Tensor,
     batch_sizes: torch.Tensor,
-    first: State,
+    initial: State,
     params: list[torch.Tensor],
     per_layer: int,
     has_biases: bool,
@@ -292,7 +312,12 @@ def _layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[torch.Tensor, State]:
-    """Run layers over packed sequences; return output and last states of all layers."""
+    """Run layers over packed sequences; return output and last states of all layers.
+
+    Args:
+        initial: the initial states of all layers and directions, stacked.
+        per_layer: number of weights of a layer and direction.
+    """
     sizes = batch_sizes.tolist()
     weights = [params[i : i + per_layer] for i in range(0, len(params), per_layer)]
 
@@ -305,7 +330,7 @@ def _layers(
         gates = [
             all_gates.narrow(0, end - n, n) for n, end in zip(sizes, accumulate(sizes), strict=True)
         ]
-        state_before = tuple(tensor[index] for tensor in first)
+        state_before = tuple(tensor[index] for tensor in initial)
         run = _backwards if reverse else _forwards
         outs, state = run(
             gates, state_before, lambda gate, state: cell(gate, state, [w_hh, b_hh, *rest])
@@ -340,7 +365,7 @@ def _lstm(
 
 
 def _one_state(step: Step) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return the packed op of layers with one state tensor."""
+    """Return the op on packed sequences of layers with one state tensor (GRU, tanh, ReLU)."""
 
     def cell(gate: torch.Tensor, state: State, weights: list[Any]) -> State:
         return (step(gate, state[0], weights[0], weights[1]),)
@@ -377,12 +402,12 @@ def _relu_step(
 RECURRENT: dict[str, Callable[..., Any]] = {
     "lstm_cell": _lstm_cell_op,
     "gru_cell": _gru_cell_op,
-    "lstm.input": as_cudnn(dense_or(LSTM, _lstm_input)),
-    "gru.input": as_cudnn(dense_or(GRU, partial(_simple_rnn, _gru_step))),
-    "rnn_tanh.input": as_cudnn(dense_or(TANH, partial(_simple_rnn, _tanh_step))),
-    "rnn_relu.input": as_cudnn(dense_or(RELU, partial(_simple_rnn, _relu_step))),
-    "lstm.data": as_cudnn(packed_or(LSTM, _lstm)),
-    "gru.data": as_cudnn(packed_or(GRU, _one_state(_gru_step))),
-    "rnn_tanh.data": as_cudnn(packed_or(TANH, _one_state(_tanh_step))),
-    "rnn_relu.data": as_cudnn(packed_or(RELU, _one_state(_relu_step))),
+    "lstm.input": as_cudnn(cudnn_or(LSTM, _lstm_input)),
+    "gru.input": as_cudnn(cudnn_or(GRU, partial(_simple_rnn, _gru_step))),
+    "rnn_tanh.input": as_cudnn(cudnn_or(TANH, partial(_simple_rnn, _tanh_step))),
+    "rnn_relu.input": as_cudnn(cudnn_or(RELU, partial(_simple_rnn, _relu_step))),
+    "lstm.data": as_cudnn(cudnn_or_packed(LSTM, _lstm)),
+    "gru.data": as_cudnn(cudnn_or_packed(GRU, _one_state(_gru_step))),
+    "rnn_tanh.data": as_cudnn(cudnn_or_packed(TANH, _one_state(_tanh_step))),
+    "rnn_relu.data": as_cudnn(cudnn_or_packed(RELU, _one_state(_relu_step))),
 }

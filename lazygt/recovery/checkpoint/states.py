@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lazygt.errors import CheckpointError, NoSession
-from lazygt.graph.mesh import Placements, Region, VirtualMesh, sent
+from lazygt.graph.mesh import Placements, Region, VirtualMesh, regions_by_worker
 from lazygt.graph.meta import TensorMeta, contiguous_stride, dtype_of
 from lazygt.graph.placement import Placement, Replicate, Shard, SingleRank
 from lazygt.record.recorder import Recorder
@@ -295,7 +295,7 @@ class CapturedValues:
         if sharding is None:
             return [SavedBlock(0, keys[0], None)]
         # rank -> regions of its blocks, for ranks that have the full value together
-        regions = sent(self._mesh, sharding.placements, storage.meta.shape)
+        regions = regions_by_worker(self._mesh, sharding.placements, storage.meta.shape)
         return [
             SavedBlock(rank, keys[index], region)
             for rank, blocks in regions.items()

@@ -34,7 +34,7 @@ class Answers(Reports):
     """Sender of messages to the workers, and handler of the workers' messages."""
 
     #: C++ reader of an answer that is one number; None without the extension
-    numbers: Any = None
+    number_reader: Any = None
 
     def expect(
         self,
@@ -45,7 +45,13 @@ class Answers(Reports):
         fetches: int,
         ranks: Collection[int] = (0,),
     ) -> None:
-        """Register a run whose answers are expected: about to be sent, or sent by C++."""
+        """Register a run whose answers are expected: about to be sent, or sent by C++.
+
+        Args:
+            seq: number of the run.
+            base: id of its first output.
+            fetches: number of values that each of ``ranks`` sends.
+        """
         self._in_flight[seq] = InFlightRun(
             entry, describe, base, set(self._all_ranks), frozenset(ranks), fetches
         )
@@ -62,10 +68,19 @@ class Answers(Reports):
 
     @property
     def _epoch(self) -> int:
+        """Number of recoveries so far: if it changes, the recovery has repeated all messages."""
         recovery = self.recovery or self._disabled_recovery
         return 0 if recovery is None else recovery.epoch
 
     def _send(self, kind: str, rank: int, frames: Sequence[Buffer], why: str) -> None:
+        """Send a rank a message; if a worker has died, recover instead.
+
+        Args:
+            kind, why: type and reason of the message, for the log.
+
+        Raises:
+            WorkerDied, WorkerFrozen: and no recovery is possible.
+        """
         size, epoch = size_of(frames), self._epoch
         try:
             if self.recovery is not None:
@@ -82,7 +97,7 @@ class Answers(Reports):
             self.observer.message("send", kind, rank, self._seq, size, why)
 
     def _resend(self, rank: int, need: Need) -> None:
-        """Send a rank the plan of a run again, since it has forgotten it."""
+        """Send a rank the plan of a run again, since its cache has evicted it."""
         run = self._in_flight.get(need.seq)
         entry = None if run is None else run.entry
         if entry is None and self.recovery is not None:
@@ -94,6 +109,7 @@ class Answers(Reports):
         self._shipped(entry, frames, 1)
 
     def _shipped(self, entry: PlanRecord, frames: Sequence[Buffer], times: int) -> None:
+        """Count a plan that was sent to ``times`` ranks."""
         self.counts.plans_sent += 1
         entry.ships += times
         entry.size = size_of(frames)
@@ -103,6 +119,12 @@ class Answers(Reports):
     def _receive(
         self, timeout: float | None, beside: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
+        """Wait for a message; return (rank, frames), or None after a timeout or a recovery.
+
+        Args:
+            timeout: seconds; None: no limit.
+            beside: a descriptor that ends the wait, too, once it is readable.
+        """
         if self._fatal_error is not None:
             raise self._fatal_error
         try:
@@ -229,7 +251,7 @@ class Answers(Reports):
                 del self._early_answers[key]
             self._early_answers[seq] = run
 
-    def take(self, message: tuple[int, list[memoryview]]) -> None:
+    def handle(self, message: tuple[int, list[memoryview]]) -> None:
         """Decode and handle a worker's message."""
         self._handle_message(message)
 
@@ -258,7 +280,7 @@ class Answers(Reports):
         """
         run = self._early_answers.pop(seq, None) or self._in_flight[seq]
         try:
-            if as_number and self.numbers is not None and self.observer is None:
+            if as_number and self.number_reader is not None and self.observer is None:
                 number = self._awaited_number(seq, run)
                 if number is not None:
                     return number
@@ -280,7 +302,7 @@ class Answers(Reports):
             if message is None:
                 continue
             frames = message[1]
-            number = self.numbers.number(frames, seq)
+            number = self.number_reader.number(frames, seq)
             if number is not None:
                 del self._in_flight[seq]
                 self._forget_finished(seq)
@@ -336,7 +358,7 @@ class Answers(Reports):
             self._handle_next()
 
     def pump(self) -> None:
-        """Handle the messages that have already arrived."""
+        """Handle the messages that have already arrived, without waiting."""
         snapshotting = self.recovery is not None and self.recovery.journal.snapshot_under_way
         entries, installing = self.entries, self.installing
         # a poll costs a system call
@@ -360,7 +382,7 @@ class Answers(Reports):
                     )
         finally:
             if observer is not None:
-                observer.came()
+                observer.wait_ended()
         if message is not None:
             self._handle_message(message)
 

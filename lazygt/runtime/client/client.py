@@ -34,7 +34,10 @@ from lazygt.runtime.wire import Buffer, bits, size_of
 
 
 class Orders(Answers):
-    """Orders to workers: plans, snapshots, process groups and transfers."""
+    """Orders to workers: plans, snapshots, process groups and transfers.
+
+    An *entry* is the `PlanRecord` of a plan: the plan of each rank, and what was sent of it.
+    """
 
     def swap(self, entry: PlanRecord, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
         """Switch every worker to compiled code from its next run of a plan on.
@@ -65,7 +68,7 @@ class Orders(Answers):
     ) -> None:
         """Request a snapshot. Later messages send their lists of ids in full."""
         for entry in self.entries:
-            entry.begin_anew()
+            entry.reset_codecs()
         recovery.request_snapshot(self._seq, then)
 
     def snap(self, then: Callable[[Snapshot], object]) -> bool:
@@ -88,6 +91,9 @@ class Orders(Answers):
 
         Until then collectives may still run in the old group. Ranks with different plans get no new
         group.
+
+        Args:
+            since: id of the first value for which ranks may not have met in a collective.
         """
         if self._in_flight or self._failures.mismatched:
             return
@@ -153,12 +159,15 @@ class Orders(Answers):
     # -- errors --------------------------------------------------------------------------
 
     def _raise(self, error: ExecutionError) -> NoReturn:
-        """Raise a failure or, instead of it, its cause on another rank. Neither is raised again."""
+        """Raise a failure or, instead of it, its cause on another rank. Neither is raised again.
+
+        Waits for all ranks' answers; with ``undo`` set, rolls back to before the failed op.
+        """
         if self.link.world_size > 1:
             # The rank that is the cause may not have answered yet. Once all ranks have answered,
             # they can form a new group before the user's next run.
             self.synchronize()
-        raised = self.undo() or self._failures.take(error)
+        raised = self.undo() or self._failures.resolve(error)
         self._failures.mark_reported()
         raise raised.with_traceback(None)  # it may have been raised before
 
@@ -201,7 +210,7 @@ class Client(Orders):
         uploads = Uploads(link.upload, link.world_size, shm_threshold, retains)
         super().__init__(link, observer, uploads, max_ahead, launches_ahead)
         self.recovery = None if recover is None else RollbackRecovery(self, link, *recover)
-        self.numbers = number_reader() if link.world_size == 1 else None
+        self.number_reader = number_reader() if link.world_size == 1 else None
         self._next_id = 1
         self._freed = Freed()
         #: ids that the last run has freed
@@ -245,7 +254,7 @@ class Client(Orders):
         self._next_id += count
         return first
 
-    def next_output(self, position: int) -> int:
+    def id_of_next_output(self, position: int) -> int:
         """Return the id that output ``position`` of the next run will have."""
         return self._next_id + position
 
@@ -260,16 +269,24 @@ class Client(Orders):
     def plain(self) -> bool:
         """True if the C++ extension may send a run: nothing is in flight, unsent or unreported."""
         pending = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
-        unread = self.installing or self.relaid or self.capture_errors or self._failures.unraised
+        unread = (
+            self.installing
+            or self.unexpected_strides
+            or self.capture_errors
+            or self._failures.unraised
+        )
         broken = self._death or self._fatal_error or not self.link.healthy or self.observer
         return not (pending or unread or broken) and monotonic() < self.quiet_until
 
-    def go_on(self, unsent: list[Buffer] | None, answer: list[memoryview] | None, why: str) -> None:
+    def continue_run(
+        self, unsent: list[Buffer] | None, answer: list[memoryview] | None, why: str
+    ) -> None:
         """Continue an expected run after the C++ extension has done its share.
 
         Args:
             unsent: the run's message, if Python has to send it.
             answer: the answer, if the extension has received it.
+            why: reason of the run, for the log.
         """
         if unsent is not None:
             self._send("run", 0, unsent, why)
@@ -290,9 +307,15 @@ class Client(Orders):
     ) -> tuple[int, Iterable[RemoteValue]]:
         """Send a run; return its number and the values of the plan's outputs.
 
-        Does not wait; see ``hold_back``.
+        Does not wait for the answers; see ``hold_back``. Pending uploads and freed ids go with it.
 
         Args:
+            entry: the plan to run, which is sent first if that has not been done; None: no plan.
+            inputs: ids of the plan's inputs.
+            params: run-time numbers of the plan.
+            fetches: ids of the values to send back.
+            describe: describes the plan's nodes in errors.
+            why: reason of the run, for the log.
             ranks: the ranks that send the fetched values; only their answers are read.
             measure: groups of ids; the answers report the memory of each group and of the workers.
             timed: wait for the devices after each step; see ``messages.Run``.
@@ -391,6 +414,7 @@ class Client(Orders):
         """Roll all ranks back to the state before a run; later uploads stay.
 
         Args:
+            seq: number of the run.
             undone: ids of the values made since; they count as failed.
             rank, node, error: the failure that causes the rollback.
 
@@ -402,7 +426,7 @@ class Client(Orders):
         """
         if self.recovery is None or not self.recovery.can_undo(seq):
             return False
-        self._uploads.unread_since(seq)
+        self._uploads.mark_unread_since(seq)
         failure = Failure(node, error.kind, error.detail, seq)
         self.recovery.rollback(seq, [(key, failure) for key in undone])
         self._failures.undone(seq, node, error, self.link.world_size)
@@ -422,6 +446,7 @@ class Client(Orders):
         return {key: RemoteValue(key, self._freed) for key in ids}
 
     # -- fetches -------------------------------------------------------------------------
+
     def raise_failure(self) -> None:
         """Raise the first failure that has not been raised yet.
 

@@ -33,7 +33,7 @@ class InstructionLog:
         self._start = time.monotonic()
 
     def write(self, direction: str, kind: str, rank: int, run: int, size: int, why: str) -> None:
-        """Add a line."""
+        """Add a line; the arguments are its fields, ``size`` is ``bytes``."""
         if self._file is None:
             return
         call_site = user_call_site(1) if direction == "send" else None
@@ -130,7 +130,7 @@ class Observer:
     def waiting(self, what: str) -> None:
         """Observe that a wait for messages goes on."""
 
-    def came(self) -> None:
+    def wait_ended(self) -> None:
         """Observe that the wait has ended."""
 
     def ran(
@@ -179,7 +179,7 @@ class Console(Observer):
         """See ``WaitLine``."""
         self._line.update(what)
 
-    def came(self) -> None:
+    def wait_ended(self) -> None:
         """Wipe the line."""
         self._line.done()
 

@@ -1,4 +1,8 @@
-"""Failures of workers as errors: each is raised once, causes before consequences."""
+"""Failures of workers as errors: each is raised once, causes before consequences.
+
+An op that fails on one rank keeps that rank from its next collective, in which the other ranks then
+fail: a *break* of the process group. Its cause is the error of the op.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +84,7 @@ class Failures:
         Args:
             seq: number of the run. A failure of an earlier run is reported again if that failure
                 kept the rank from a collective.
+            describe: describes the run's nodes.
             errors: errors of the same run, of all ranks so far; this one is added.
         """
         key = failure.seq, rank, failure.node
@@ -103,7 +108,12 @@ class Failures:
         errors: list[ExecutionError],
         ranks: int,
     ) -> None:
-        """Record a rank's failure that all ranks will report for the run."""
+        """Record a rank's failure that all ranks will report for the run.
+
+        Args:
+            describe, errors: as for ``note``.
+            ranks: number of ranks.
+        """
         self.note(failure.seq, rank, failure, describe, errors)
         error = self._errors[failure.seq, rank, failure.node]
         for other in range(ranks):
@@ -146,8 +156,8 @@ class Failures:
             self._breaks.pop(id(forgotten), None)
         return error
 
-    def take(self, error: ExecutionError) -> ExecutionError:
-        """Return the error to raise for ``error``; mark all errors involved as raised.
+    def resolve(self, error: ExecutionError) -> ExecutionError:
+        """Return the error to raise for ``error``, its root cause; mark all involved as raised.
 
         The result is ``error``, its cause on another rank, or an error that names the failure that
         broke the process group in an earlier run.

@@ -43,16 +43,16 @@ _MAX_LAUNCHED = 64
 class InFlightRun:
     """A run that some ranks have not answered yet."""
 
-    entry: PlanRecord | None
-    describe: Describe | None
+    entry: PlanRecord | None  # record of its plan; None: it runs none
+    describe: Describe | None  # describes the plan's nodes in errors
     #: id of its first output
     base: int
-    waiting: set[int]
+    waiting: set[int]  # ranks that have not answered
     #: ranks with answers to read, and the number of values that each of these sends
     fetch_ranks: frozenset[int]
     fetches: int
     answers: dict[int, Answer] = field(default_factory=dict)
-    abandoned: bool = False
+    abandoned: bool = False  # True if nobody waits for the answers: they are dropped
     #: errors of the ranks
     errors: list[ExecutionError] = field(default_factory=list)
 
@@ -92,9 +92,11 @@ class Installs:
     Args:
         remote_hosts: returns the current hosts, each with one of its ranks.
         cache: the client's.
+        device: type of the workers' device.
+        send_message: sends a rank a message.
 
     Attributes:
-        pending: (artifact, host) of unanswered requests.
+        pending: (key of the artifact, host) of unanswered requests.
         error: a host's reason against compiled code; empty: none was reported.
     """
 
@@ -134,6 +136,7 @@ class Installs:
         return self._installed.issuperset(wanted)
 
     def _request(self, key: str, rank: int) -> None:
+        """Query a rank's host for an artifact."""
         self._send_message(rank, Install(key, toolchain(self._device)))
 
     def answered(self, rank: int, installed: Installed) -> None:
@@ -159,13 +162,14 @@ class Installs:
                 self._installed.add(request)
 
     def _send_code(self, key: str, rank: int) -> None:
+        """Send an artifact to a rank's host; if that is impossible, note a failed installation."""
         try:
             artifact = self._cache.copy_of(key)
             self._send_message(rank, Install(key, toolchain(self._device)), artifact)
         except (OSError, ValueError) as error:  # no longer there, or longer than a message may be
             self.answered(rank, Installed(key, error=f"it could not be sent: {error}"))
 
-    def again(self) -> None:
+    def repeat_requests(self) -> None:
         """Repeat requests after workers were replaced, before they get any other message.
 
         New workers may be on new hosts. Unanswered requests are repeated. Installed artifacts are
@@ -225,8 +229,9 @@ class Reports:
         self.swap_failed: Callable[[], object] = _nothing_to_undo
         #: errors that have turned the capture of CUDA graphs off
         self.capture_errors: list[str] = []
-        #: (graph, rows of a Relaid message): results with other strides than inferred
-        self.relaid: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
+        #: (graph, rows of a Relaid message): results with other strides than inferred, until the
+        #: session has read them
+        self.unexpected_strides: list[tuple[Graph, Sequence[tuple[int, int, tuple[int, ...]]]]] = []
         self._death: WorkerDied | None = None
         #: error after which no answer can come, raised by every later wait
         self._fatal_error: ProtocolError | DeviceLost | None = None
@@ -307,10 +312,11 @@ class Reports:
             self._broken_since = next(run.base for run in self._in_flight.values())
 
     def _relaid(self, rank: int, relaid: Relaid) -> None:
+        """Note results of a plan that have other strides than inferred."""
         entry = next((each for each in self.entries if each.name(rank) == relaid.digest), None)
         if entry is None:
             return  # forgotten meanwhile
-        graph = entry.plans[entry.of(rank)].steps.graph
+        graph = entry.plan_of(rank).steps.graph
         for number, position, strides in relaid.rows:
             fresh = graph.nodes[number].fresh if number < len(graph.nodes) else ()
             meta = fresh[position] if position < len(fresh) else None
@@ -318,9 +324,10 @@ class Reports:
                 raise ProtocolError(
                     f"plan {relaid.digest.hex()[:12]} has no result {relaid.rows!r:.80}"
                 )
-        self.relaid.append((graph, relaid.rows))
+        self.unexpected_strides.append((graph, relaid.rows))
 
     def _captured(self, rank: int, captured: Captured) -> None:
+        """Note a rank's decision about CUDA graphs for a plan."""
         entry = next((each for each in self.entries if each.name(rank) == captured.digest), None)
         if entry is not None:
             entry.captures[rank] = captured
@@ -328,6 +335,7 @@ class Reports:
             self.capture_errors.append(f"worker {rank}: {captured.error}")
 
     def _swapped(self, rank: int, digest: bytes, error: str) -> None:
+        """Note a rank's answer to a swap to compiled code."""
         self.entries.swapped(rank, digest)
         if error:
             self.swap_errors.append((digest, f"worker {rank}: {error}"))
@@ -339,6 +347,7 @@ class Reports:
         self.installs.answered(rank, installed)
 
     def _snapped(self, rank: int, snapped: Snapped) -> None:
+        """Note a rank's share of a snapshot; once it is complete, uploads before it are freed."""
         if self.recovery is None:
             return
         if snapped.error:
@@ -349,7 +358,7 @@ class Reports:
             self.observer.snapped(rank, snapped)
         covered = self.recovery.add_part(rank, snapped)
         if covered is not None:
-            self._uploads.covered(covered)
+            self._uploads.free_up_to(covered)
 
     def _disable_recovery(self, why: str) -> None:
         """Turn recovery off and warn, once: from here on a worker's death loses values."""
@@ -380,7 +389,7 @@ class Reports:
         return self._group
 
     def oldest_unanswered(self, rank: int) -> int | None:
-        """Return the oldest run that a rank has not answered."""
+        """Return the number of the oldest run that a rank has not answered; None: there is none."""
         return next((seq for seq, run in self._in_flight.items() if rank in run.waiting), None)
 
     def will_fail(self, rank: int, failure: Failure) -> None:
@@ -402,18 +411,19 @@ class Reports:
         return error
 
     def step_of(self, seq: int, rank: int, step: int | None) -> str:
-        """Describe a step of a run: its op, the bytes of its results and the user's line.
+        """Describe a step of an unanswered run: its op, its results' bytes and the user's line.
 
         Args:
+            seq: number of the run.
             step: number of the step; None if unknown.
         """
         run = self._in_flight[seq]
         if run.entry is None or run.describe is None:
             return "the upload of its values"
         if step is None:
-            return f"one of its {len(run.entry.plans[run.entry.of(rank)].steps.graph.nodes)} steps"
+            return f"one of its {len(run.entry.plan_of(rank).steps.graph.nodes)} steps"
         op, inputs, where = run.describe(step, rank)
-        nodes = run.entry.plans[run.entry.of(rank)].steps.graph.nodes
+        nodes = run.entry.plan_of(rank).steps.graph.nodes
         fresh = nodes[step].fresh if step < len(nodes) else ()
         nbytes = sum(meta.nbytes for meta in fresh if meta is not None)
         return f"{op}({', '.join(inputs)}), which makes {nbytes:,} bytes, recorded at {where}"
@@ -434,7 +444,7 @@ class Reports:
     def restored(self) -> None:
         """Note that all ranks have a snapshot's state; messages sent after it are lost."""
         if self.installs is not None:
-            self.installs.again()
+            self.installs.repeat_requests()
 
     def recovered(self, record: RecoveryRecord) -> None:
         """Note the end of a recovery: workers were replaced, and all values restored."""

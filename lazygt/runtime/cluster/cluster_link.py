@@ -181,8 +181,8 @@ class ClusterLink:
             deaths_by_rank |= {r: death for r, death in deaths if self._host_of[r] is host}
         return deaths_by_rank
 
-    def look(self) -> None:
-        """See ``Link.look``."""
+    def update_status(self) -> None:
+        """See ``Link.update_status``."""
         if self.status.watched:
             self._receive_arrived()
             self._relay.look(self._hosts, self._host_of)

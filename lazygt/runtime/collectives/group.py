@@ -289,7 +289,7 @@ class Group:
         return [
             rank
             for axis in mesh.names
-            for members in mesh.lines(axis)
+            for members in mesh.axis_groups(axis)
             if self.rank in members
             for rank in members
             if rank != self.rank
@@ -297,7 +297,7 @@ class Group:
 
     def _new_axis_group(self, mesh: Mesh, axis: str) -> AxisGroup:
         """Create the backends of an axis over this rank's connections."""
-        members = next(ranks for ranks in mesh.lines(axis) if self.rank in ranks)
+        members = next(ranks for ranks in mesh.axis_groups(axis) if self.rank in ranks)
         connections = [self._connections.get(rank) for rank in members]
         return AxisGroup(
             len(members),
@@ -316,7 +316,9 @@ class Group:
 
     def _new_group(self, mesh: Mesh, axis: str, members: tuple[int, ...]) -> Any:
         seconds = timedelta(seconds=self._spec.timeout)
-        return {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.lines(axis)}[members]
+        return {ranks: dist.new_group(list(ranks), seconds) for ranks in mesh.axis_groups(axis)}[
+            members
+        ]
 
     def axis_group(self, axis: str) -> AxisGroup:
         """Return the group of an axis, once all ranks have joined.

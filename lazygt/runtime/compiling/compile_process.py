@@ -26,7 +26,7 @@ class CompileRequest(TypedDict):
     writes: tuple[tuple[int, int], ...]
     fresh: int
     flat: bool
-    open_dims: tuple[tuple[int, ...], ...]
+    dynamic_dims: tuple[tuple[int, ...], ...]
     lanes: int
     device: str
 

@@ -76,7 +76,7 @@ class Compiler:
             "writes": group.writes,
             "fresh": group.fresh,
             "flat": group.flat,
-            "open_dims": group.open_dims,
+            "dynamic_dims": group.dynamic_dims,
             "lanes": group.lanes,
             "device": self._device,
         }
@@ -125,8 +125,11 @@ class Compiler:
         self._send()
         return answers
 
-    def given_up(self, since: float) -> dict[str, str]:
-        """End a process that will not answer; return an error for each pending key.
+    def end_if_stuck(self, since: float) -> dict[str, str]:
+        """End the process if it is stopped or silent for too long.
+
+        Returns:
+            An error for each pending key; empty if the process goes on.
 
         Args:
             since: start of the wait, a time of the monotonic clock.
@@ -148,7 +151,7 @@ class Compiler:
         return {}
 
     def _exit_errors(self) -> dict[str, str]:
-        """Return an error for each pending key of a process that has ended."""
+        """Release a process that has closed its pipe; return an error for each pending key."""
         assert self._process is not None
         try:
             code = self._process.wait(_EXIT_TIMEOUT)
@@ -196,6 +199,11 @@ def leave_only_spare_time(pid: int) -> None:
 
 
 def _start(cache: Path) -> subprocess.Popen[bytes]:
+    """Start the compile process, which leaves the processors to everything else.
+
+    Args:
+        cache: directory of the artifacts.
+    """
     # why: a session loads its launcher when it opens, not when lazygt is imported
     from lazygt.runtime.launch.launcher import same_package
 

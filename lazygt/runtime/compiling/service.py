@@ -13,7 +13,7 @@ from torch._inductor.loop_body import LoopBody
 
 from lazygt.errors import in_one_line
 from lazygt.graph.flags import write_flags
-from lazygt.graph.per_tensor import vectors, widened
+from lazygt.graph.per_tensor import merge_slices, vectors
 from lazygt.runtime import graph_codec
 from lazygt.runtime.executors.compiled import Cache, Compiled, Record
 from lazygt.runtime.executors.eager import EagerExecutor
@@ -25,6 +25,7 @@ _LENGTHS = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
 _LANE_LENGTHS = (1 << 5, 1 << 8, 1 << 12)
 #: Seconds of timing one form of a group, and the smallest number of runs.
 _TIMING_SECONDS, _MIN_RUNS = 0.05, 8
+#: Relative tolerance of the check of a result, by dtype; others: 1e-4.
 _RTOL = {torch.float16: 1e-2, torch.bfloat16: 1e-1}
 _OPTIONS = {
     # one artifact serves workers with any number of threads
@@ -77,7 +78,7 @@ def answer(request: Mapping[str, Any], cache: Cache) -> dict[str, Any]:
             tuple((operand, output) for operand, output in request["writes"]),
             request["fresh"],
             request["flat"],
-            tuple(map(tuple, request["open_dims"])),
+            tuple(map(tuple, request["dynamic_dims"])),
             request["lanes"],
         )
         device = torch.device(request["device"])
@@ -113,16 +114,16 @@ def _dynamic_shapes(group: KernelGroup, device: torch.device) -> tuple[Any, ...]
         lengths = [torch.export.Dim(f"length{lane}", min=2) for lane in range(group.lanes)]
         width = len(group.body.inputs) // group.lanes
         return tuple({0: length} for length in lengths for _ in range(width)) + numbers
-    dims = group.open_dims or ((),) * len(group.body.inputs)
-    return tuple(dict.fromkeys(some, torch.export.Dim.AUTO) for some in dims) + numbers
+    dims = group.dynamic_dims or ((),) * len(group.body.inputs)
+    return tuple(dict.fromkeys(dynamic, torch.export.Dim.AUTO) for dynamic in dims) + numbers
 
 
 def _check_dynamic(group: KernelGroup, program: Any) -> None:
     """Raise ValueError if torch.export specialized a dynamic size."""
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-    for placeholder, some in zip(placeholders, group.open_dims, strict=False):
+    for placeholder, dynamic in zip(placeholders, group.dynamic_dims, strict=False):
         shape = placeholder.meta["val"].shape
-        if any(isinstance(shape[dim], int) for dim in some):
+        if any(isinstance(shape[dim], int) for dim in dynamic):
             raise ValueError(f"torch.export fixed a size of {placeholder.name}: {tuple(shape)}")
 
 
@@ -144,7 +145,12 @@ def _example_numbers(group: KernelGroup) -> tuple[float, ...]:
 def times(
     group: KernelGroup, code: Path, device: torch.device
 ) -> tuple[tuple[int, float, float], ...]:
-    """Check the code against eager members; return (length, eager s, compiled s) by length."""
+    """Check a group's code against its single ops, and time both.
+
+    Returns:
+        (length of the vectors, seconds of the single ops, seconds of the code) for several lengths;
+        of a group that is compiled for its sizes, for its number of elements.
+    """
     lengths = _LANE_LENGTHS if group.lanes > 1 else _LENGTHS
     measurements = []
     for length in lengths if group.flat else (group.numel,):
@@ -153,7 +159,7 @@ def times(
             example(sized, device)[: len(group.body.inputs)],
             _example_numbers(group),
         )
-        body = widened(sized.body, group.lanes) if group.lanes > 1 else sized.body
+        body = merge_slices(sized.body, group.lanes) if group.lanes > 1 else sized.body
         compiled, eager = Compiled(sized, code, device), EagerExecutor(Plan.build(body), device)
         _check_results(sized, compiled, eager, operands, numbers)
         measurements.append((

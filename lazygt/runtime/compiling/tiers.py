@@ -1,5 +1,7 @@
 """Tiered compilation: chooses the plans that run compiled code, and swaps it in.
 
+A *tier* is a way to run a plan, as in a JIT compiler: eager or compiled. A *group* is a fused node.
+
 A new plan runs at once, node by node. When it is seen again its fused nodes are compiled, in
 another process, unless the cache has their artifacts. When all of a plan's groups are compiled or
 have failed, and all hosts have the artifacts, the faster ones are swapped in on every worker,
@@ -77,8 +79,10 @@ class Tiers:
         compile_timeout: float,
     ) -> None:
         self.mode = mode
-        #: busy: there is work after any plan's run; settled: the last run of each plan with work
-        self.busy, self.settled = False, _SWAP_RUN if mode != "off" else 0
+        #: True if there is work after any plan's run
+        self.busy = False
+        #: number of runs of a plan after each of which there may be work
+        self.warmup_runs = _SWAP_RUN if mode != "off" else 0
         #: compiles by key, in the order of their requests
         self.compiles: dict[str, CompileRecord] = {}
         self._client = client
@@ -94,9 +98,11 @@ class Tiers:
             client.installs, client.installing = self._installs, self._installs.pending
         #: True if some plan waits only for the installation of artifacts on other hosts
         self._waits_for_hosts = False
+        #: key -> record of its artifact; None: the compile has failed
         self._records: dict[str, Record | None] = {}
         #: plans with unanswered groups, with (node number, key, elements) of each group
         self._waiting: dict[bytes, tuple[PlanRecord, list[list[tuple[int, str, int]]]]] = {}
+        #: structure without sizes -> fused nodes of different sizes, for ``_varying_dims``
         self._similar_nodes: dict[str, list[Node]] = {}
         #: hot plans that have not been considered, and the time of the first one
         self._hot: list[PlanRecord] = []
@@ -108,14 +114,17 @@ class Tiers:
         """Process id of the compile process; None without one."""
         return self._compiler.pid
 
-    def built(self, entry: PlanRecord) -> None:
-        """Note that a plan is about to run for the first time; in mode ``now``, compile it."""
+    def on_new_plan(self, entry: PlanRecord) -> None:
+        """Note that a plan will run for the first time; in mode ``now``, wait for its code."""
         if self.mode == "now":
             self._hot.append(entry)
             self.wait()
 
-    def ran(self, entry: PlanRecord) -> None:
-        """Note that a run of a plan was sent; compile hot plans, and swap in finished ones."""
+    def on_run(self, entry: PlanRecord) -> None:
+        """Note that a run of a plan was sent; request compiles of hot plans, swap in finished ones.
+
+        Does not wait.
+        """
         if self.mode == "off":
             return
         if self._compiler.pending:
@@ -163,7 +172,7 @@ class Tiers:
             if remaining <= 0:
                 return False
             self._client.wait_beside(self._compiler.descriptor, remaining)
-            self._handle_answers(self._compiler.answers() or self._compiler.given_up(begin))
+            self._handle_answers(self._compiler.answers() or self._compiler.end_if_stuck(begin))
         self._swap_in(now=True)
         while in_time := self._client.wait_compiled(end):
             self._report_swap_errors()
@@ -214,6 +223,7 @@ class Tiers:
         return keys
 
     def _groups(self, plan: Plan) -> Iterator[tuple[int, KernelGroup, str]]:
+        """Yield the number, the group and the user's line of each fused node of a plan."""
         graph = plan.graph
         for number, node in enumerate(graph.nodes):
             if node.body is not None:
@@ -227,9 +237,10 @@ class Tiers:
         others = self._similar_nodes.setdefault(group.structure_without_sizes(), [])
         if len(others) < _MAX_SIMILAR and all(other.body != node.body for other in others):
             others.append(node)
-        return open_dims([other.body.inputs for other in others if other.body is not None])
+        return dynamic_dims([other.body.inputs for other in others if other.body is not None])
 
     def _look_up_or_compile(self, key: str, group: KernelGroup, line: str, flags: Flags) -> None:
+        """Read the record of a cached artifact, or request its compile; note it in ``compiles``."""
         names = named_ops(group.body.nodes)
         compile = CompileRecord(key, len(group.body.nodes), line, "compiling", names=names)
         self.compiles[key] = compile
@@ -242,6 +253,11 @@ class Tiers:
         compile.gain = record.gain(group.numel)
 
     def _handle_answers(self, answers: dict[str, str]) -> None:
+        """Record finished compiles, and swap in the plans that are complete with them.
+
+        Args:
+            answers: key -> error, as ``Compiler.answers`` returns them.
+        """
         for key, error in answers.items():
             try:
                 record = None if error else self._cache.find(key)
@@ -276,7 +292,11 @@ class Tiers:
         self._warn(f"no fused group can be compiled: {error}")
 
     def _swap_in(self, now: bool = False) -> None:
-        """Swap in the plans with all answers and, unless ``now``, enough runs."""
+        """Swap in the plans whose groups are all compiled or failed, and that had enough runs.
+
+        Args:
+            now: however few runs they had.
+        """
         self._waits_for_hosts = False
         for digest, (entry, wanted) in list(self._waiting.items()):
             if entry.runs < _SWAP_RUN and not now:
@@ -335,7 +355,7 @@ def named_ops(nodes: Sequence[Node]) -> str:
     return ", ".join(f"{op} x{count}" if count > 1 else op for op, count in counts.most_common())
 
 
-def open_dims(shapes: list[tuple[TensorMeta, ...]]) -> Dims:
+def dynamic_dims(shapes: list[tuple[TensorMeta, ...]]) -> Dims:
     """Return, for each operand, the dims with sizes that differ among the groups' operands.
 
     A dim of size 1 somewhere stays fixed: there it is broadcast.

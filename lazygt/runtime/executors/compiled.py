@@ -110,7 +110,7 @@ class Cache:
         return (record, code) if is_intact else None
 
     def copy_of(self, key: str) -> tuple[bytes, bytes]:
-        """Return the record and the code of an artifact, as another machine's cache takes them.
+        """Return the record and the code of an artifact, for another machine's ``store_copy``.
 
         Raises:
             OSError: the artifact is missing.
@@ -123,7 +123,7 @@ class Cache:
             raise ValueError(f"its record is none: {error}") from error
         return record, (self.path / _code_name(key, checksum)).read_bytes()
 
-    def take(self, key: str, record: bytes, code: bytes) -> None:
+    def store_copy(self, key: str, record: bytes, code: bytes) -> None:
         """Store a copy of an artifact from another machine's cache.
 
         Raises:
@@ -231,6 +231,9 @@ class Compiled:
 
     Its arguments are the operands and then the run-time numbers of the node. Like a kernel, it
     writes the node's written operands and returns the new outputs.
+
+    Args:
+        code: path of the compiled code.
     """
 
     def __init__(self, group: KernelGroup, code: Path, device: torch.device) -> None:
@@ -266,6 +269,10 @@ class CompiledLanes:
 
     Each call of the code computes ``LANES`` lanes; superfluous lanes of the last call work on dummy
     tensors.
+
+    Args:
+        node: the fused node that ``lanes`` describes.
+        code: path of the compiled code.
     """
 
     def __init__(self, lanes: Lanes, node: Node, code: Path, device: torch.device) -> None:

@@ -90,7 +90,10 @@ class CudaGraphs:
         return self.nbytes + int(FREE_SHARE * unused_bytes(self.device, self._cuda))
 
     def room_for(self, peak: int) -> bool:
-        """Return whether a plan with ``peak`` live bytes fits into the limit."""
+        """Return whether a plan with ``peak`` live bytes fits into the limit.
+
+        The pool is shared: it has the size of the largest plan.
+        """
         pool = self._pool_bytes if self._captured else 0
         return max(pool, peak) + self.nbytes - pool <= self.limit
 
@@ -103,8 +106,8 @@ class CudaGraphs:
         return self.clock() - begin, returned
 
     @contextlib.contextmanager
-    def nobody_waits(self) -> Iterator[None]:
-        """Context in which torch's ops raise if they would synchronize; see ``waited``."""
+    def forbid_synchronization(self) -> Iterator[None]:
+        """Context in which torch's ops raise a RuntimeError if they would synchronize."""
         before = self._cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mode misses some ops: then the capture fails
@@ -115,8 +118,8 @@ class CudaGraphs:
             self._cuda.set_sync_debug_mode(before)
 
     @staticmethod
-    def waited(error: Exception) -> bool:
-        """Return whether an error is that of an op that would have synchronized."""
+    def is_synchronization_error(error: Exception) -> bool:
+        """Return whether an error was raised by an op that ``forbid_synchronization`` forbids."""
         return _SYNC_ERROR in str(error)
 
     def captured(
@@ -138,7 +141,7 @@ class CudaGraphs:
             Exception: any error of a kernel or of CUDA; see ``stopped_at``.
         """
         copies = self._copies(segment, values, steady)
-        graph_values = {number: copies.get(number, values[number]) for number in segment.takes}
+        graph_values = {number: copies.get(number, values[number]) for number in segment.inputs}
 
         def body() -> None:
             for number in range(segment.first, segment.end):
@@ -154,15 +157,19 @@ class CudaGraphs:
     def _copies(
         self, segment: GraphSegment, values: dict[int, Value], steady: set[int]
     ) -> dict[int, torch.Tensor]:
-        """Allocate copies of the segment's operands that have no steady address."""
+        """Return copies of the segment's inputs that have no steady address: the graph's operands.
+
+        Raises:
+            Uncapturable: an input can't be copied, or the segment needs the input's own memory.
+        """
         copies: dict[int, torch.Tensor] = {}
         shares = Counter(map(address, values.values()))
-        for number in segment.takes:
+        for number in segment.inputs:
             value = _capturable_tensor(values[number], self.device)
             storage = address(value)
             if storage == 0 or number in steady:
                 continue
-            sole_owner = shares[storage] == 1 and number in segment.drops
+            sole_owner = shares[storage] == 1 and number in segment.dying
             if number in segment.exposed and not sole_owner:
                 raise Uncapturable("others would not see what is written to a copy")
             if torch.empty_like(value).stride() != value.stride():
@@ -211,7 +218,7 @@ class CudaGraphs:
             graph.capture_end()
         if self.device.type == "cuda":
             index = self.device.index or torch.cuda.current_device()
-            with contextlib.suppress(RuntimeError):  # capture_end has come so far
+            with contextlib.suppress(RuntimeError):  # capture_end may have ended it already
                 torch._C._cuda_endAllocateToPool(index, self._pool)
         # before torch 2.13 the generator stays in capture mode until another capture ends
         with contextlib.suppress(RuntimeError), warnings.catch_warnings():
@@ -243,6 +250,7 @@ class CapturedSegment:
     """Segment of a plan, captured as a CUDA graph.
 
     Args:
+        graph: the captured CUDA graph.
         copies: value -> the memory that it is copied to before each replay.
         graph_values: the values at the end of the capture.
         outer_values: the values before the segment.
@@ -266,7 +274,7 @@ class CapturedSegment:
         outer_values: dict[int, Value],
     ) -> None:
         device = graphs.device
-        self.stretch, self._graph = segment, graph
+        self.segment, self._graph = segment, graph
         self._alignment = graphs.alignment
         self._copies = [
             (numbers, [copies[number] for number in numbers]) for numbers in _by_dtype(copies)
@@ -274,7 +282,7 @@ class CapturedSegment:
         self.nbytes = sum(copy.untyped_storage().nbytes() for copy in copies.values())
         operand_at = {
             address(outer_values[number]): number
-            for number in segment.takes
+            for number in segment.inputs
             if number not in copies
         }
         operand_at.pop(0, None)
@@ -283,7 +291,7 @@ class CapturedSegment:
         self._static: dict[int, Any] = {}
         #: (value, the operand with its storage, its meta if that differs from the operand's)
         self._shared: list[tuple[int, int, TensorMeta | None]] = []
-        for number in segment.gives:
+        for number in segment.outputs:
             value = graph_values[number]
             operand = operand_at.get(address(value))
             if operand is None:
@@ -310,7 +318,7 @@ class CapturedSegment:
             torch._foreach_copy_(copies, sources)
         shared = [(number, values[operand], meta) for number, operand, meta in self._shared]
         self._graph.replay()
-        for number in self.stretch.drops:
+        for number in self.segment.dying:
             values.pop(number, None)
         values.update(self._static)
         for number, source, meta in shared:

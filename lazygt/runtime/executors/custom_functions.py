@@ -59,12 +59,16 @@ class PlainFunction(Portable):
 
 @dataclass(frozen=True)
 class Gradient(Portable):
-    """Backward pass of a function: its inputs are the generator state, tensors and gradients."""
+    """Backward pass of a function, which it runs again, as torch's checkpointing does.
+
+    Its inputs are the generator state before the forward pass, the function's tensors, and the
+    gradients of its results.
+    """
 
     function: PlainFunction
     wanted: tuple[bool, ...]  # for each tensor, whether its gradient is wanted
     #: for each tensor that the function returned, whether a gradient of it is an input
-    given: tuple[bool, ...]
+    present: tuple[bool, ...]
 
     @property
     def name(self) -> str:
@@ -84,7 +88,7 @@ class Gradient(Portable):
         tensors = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
         returned = _with_rng_state(self.function, device, tensors, state)
         leaves = [x for x in pytree.tree_leaves(returned) if isinstance(x, torch.Tensor)]
-        outputs = [x for x, given in zip(leaves, self.given, strict=True) if given]
+        outputs = [x for x, present in zip(leaves, self.present, strict=True) if present]
         outputs_and_grads = zip(outputs, values[count:], strict=True)
         differentiable = [
             (output, grad) for output, grad in outputs_and_grads if output.requires_grad
@@ -115,16 +119,22 @@ def _with_rng_state(
 
 
 class _Call:
-    """Callable of a function on a worker. It passes copies, as the function may write into them.
+    """Kernel of a function's op on a worker.
 
-    Not every write is detected: numpy's are not. So the originals are never passed.
+    It passes copies of the operands to the function, which may write into them. Writes through
+    torch are errors; those through NumPy are not detected, so the originals are never passed.
     """
 
     def __init__(self, function: PlainFunction | Gradient, device: torch.device) -> None:
         self._function, self._device = function, device
 
-    def __call__(self, operands: Sequence[torch.Tensor], tell: bool) -> list[Any]:
-        """Return the result's leaves; with ``tell``, also its structure as text."""
+    def __call__(self, operands: Sequence[torch.Tensor], with_structure: bool) -> list[Any]:
+        """Return the result's tensors; ``with_structure``: all its leaves, and its spec as text.
+
+        Raises:
+            RuntimeError: the function has written into an operand.
+            TypeError: it has returned an object that can't be sent.
+        """
         copies = [t.detach().clone() for t in operands]
         versions = [t._version for t in copies]
         with undispatched(), torch.enable_grad():
@@ -138,11 +148,12 @@ class _Call:
                 )
         leaves, spec = pytree.tree_flatten(returned)
         results = [self._to_device(leaf) for leaf in leaves]
-        if not tell:
+        if not with_structure:
             return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
         return [*results, pytree.treespec_dumps(spec)]
 
     def _to_device(self, leaf: Any) -> Any:
+        """Return a leaf of the result: a tensor on the op's device, or a plain value."""
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().to(self._device)
         if not isinstance(leaf, _PLAIN_TYPES):

@@ -28,13 +28,20 @@ from lazygt.runtime.store import Failed, Value
 
 
 class Code(Protocol):
-    """Protocol of a schedule that was prepared for repeated runs."""
+    """Protocol of a schedule that was prepared for repeated runs.
+
+    Code stops at a node that fails or is data-dependent; the interpreter then finishes the run.
+    """
 
     def run(self, inputs: list[Value], params: tuple[Any, ...]) -> list[Value] | Stopped:
-        """Return the outputs, or the node at which it stopped. ``inputs`` is emptied."""
+        """Return the outputs, or the node at which it stopped. ``inputs`` is emptied.
+
+        Args:
+            params: run-time numbers of the plan.
+        """
 
 
-#: Factory of code.
+#: Factory of code: (schedule, interpreter, name) -> code.
 MakeCode = Callable[[Schedule, CheckedInterpreter, str], Code]
 
 
@@ -117,22 +124,29 @@ class EagerExecutor:
             return self._outcome(self.code.run(inputs, params), params)
 
     def _build_code(self) -> Code:
-        """Build the code for later runs; native code shares instructions with other sizes."""
+        """Build the code for later runs.
+
+        Native code shares instructions with plans of the same template in other sizes, unless it
+        changes strides: these depend on the sizes.
+        """
         template, name = self._template, self.plan.digest.hex()[:12]
         make = self._make_code or code_of("auto")
-        if make is not NativeCode or template is None or self.interpreter.lays_out:
+        if make is not NativeCode or template is None or self.interpreter.changes_strides:
             return make(self.schedule, self.interpreter, name)
         code = NativeCode(self.schedule, self.interpreter, name, template.code)
         template.code = template.code or code
         return code
 
     def _run_first(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
-        """Do the first run, in which all results are checked."""
+        """Do the first run, in which all results are checked against their inferred metas.
+
+        The interpreter checks them, or native code, if the template was checked in other sizes.
+        """
         template = self._template
         if template is None or not template.checked or self._make_code is not NativeCode:
             outcome = self._run_checked(inputs, params)
             if template is not None:
-                template.checked |= self._checked and not self.interpreter.lays_out
+                template.checked |= self._checked and not self.interpreter.changes_strides
             return outcome
         code = self._build_code()
         assert isinstance(code, NativeCode)
@@ -145,10 +159,14 @@ class EagerExecutor:
     def _finish_first_run(
         self, stopped: Stopped, params: tuple[Any, ...], code: NativeCode
     ) -> Outcome:
-        """Finish a first run in the interpreter, after its code has stopped."""
+        """Finish a first run in the interpreter, from the node at which ``code`` stopped.
+
+        If no node fails, later runs use ``code``.
+        """
         failures: list[Failure] = []
         values, start = stopped.values, stopped.node
-        if stopped.made:
+        if stopped.has_results:
+            # the node ran, and returned an unexpected result: do here what the code omitted
             failures = self.interpreter.check_results(start, values)
             for dead in self.schedule.frees[start]:
                 values.pop(dead, None)
@@ -157,12 +175,12 @@ class EagerExecutor:
         outcome.failures[:0] = failures
         if not outcome.failures:
             self._checked = True
-            # a program with other strides is built in the next run
-            self.code = None if self.interpreter.lays_out else code
+            # ``code`` changes no strides: if that is needed, the next run builds code that does
+            self.code = None if self.interpreter.changes_strides else code
         return outcome
 
-    def go_on(self, stopped: Stopped, params: tuple[Any, ...]) -> Outcome:
-        """Finish a run in the interpreter, after its code has stopped."""
+    def finish_run(self, stopped: Stopped, params: tuple[Any, ...]) -> Outcome:
+        """Finish a run in the interpreter, from the node at which its code stopped."""
         with torch._C._AutoDispatchBelowAutograd():
             return self._outcome(stopped, params)
 
@@ -175,6 +193,7 @@ class EagerExecutor:
         return Outcome(outputs, [], None, [])
 
     def _run_checked(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        """Interpret all nodes; results are checked until one run has had no failure."""
         values: dict[int, Value] = dict(enumerate(inputs))
         inputs.clear()
         outcome = self._finish(values, params, 0, check=not self._checked)
@@ -184,16 +203,21 @@ class EagerExecutor:
     def _finish(
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool = False
     ) -> Outcome:
-        """Interpret from node ``start`` on; return the outputs and failures."""
+        """Interpret from node ``start`` on; return the outputs and failures.
+
+        Args:
+            values: the live values before ``start``; results are added, dead ones removed.
+            check: compare the results with their inferred metas.
+        """
         failures = self.interpreter.run(values, params, start, check)
         for failure in failures:
-            if not failure.seq:
+            if not failure.seq:  # a failure of this run, not of an earlier one
                 failure.node = self.step_of(failure.node)
         outputs = [values[number] for number in self.schedule.graph.outputs]
         for position in self.schedule.writes.copied_outputs:
             value = outputs[position]
             outputs[position] = value if type(value) is Failed else kernels.clone(value)  # type: ignore[arg-type]
-        self.interpreter.lay_out(outputs, check)
+        self.interpreter.restride_outputs(outputs, check)
         return Outcome(outputs, failures, self.interpreter.returned, self.interpreter.written)
 
 
@@ -233,13 +257,14 @@ class _Timed(CheckedInterpreter):
         self._steps = list(_first_steps(self.schedule))
 
     def _node(self, number: int, node: Node, /, *rest: Any) -> None:
+        """Run a node; append (first step, number of steps, begin, end in ns) to ``times``."""
         first, after = self._steps[number : number + 2]
         if self.mark is not None:
             self.mark(first)
         begin = time.monotonic_ns()
         try:
             super()._node(number, node, *rest)
-            kernels.finish(self.device)
+            kernels.synchronize(self.device)
         finally:
             self.times.append((first, after - first, begin, time.monotonic_ns()))
 

@@ -79,7 +79,9 @@ class HostCopies:
         self._staged.append((copied, staged))
         return value
 
-    def set_aside(self, values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any] | None:
+    def copy_on_device(
+        self, values: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Any] | None:
         """Copy values on the GPU, so that kernels launched later may overwrite the originals.
 
         Returns:
@@ -97,26 +99,29 @@ class HostCopies:
         return copies, event
 
     @contextlib.contextmanager
-    def beside(self, event: Any) -> Iterator[None]:
-        """Run this thread's copies on their own stream, after an event."""
+    def download_stream(self, event: Any) -> Iterator[None]:
+        """Context in which this thread copies to the host on a stream for that, after an event."""
         if self._download_stream is None:
             self._download_stream = self._cuda.Stream(self._device)
         self._download_stream.wait_event(event)
         with self._cuda.stream(self._download_stream):
             yield
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the copies that this thread has begun.
 
         The wait is for an event: while another thread looks for synchronizing ops
-        (``CudaGraphs.nobody_waits``), torch refuses all other waits of the process.
+        (``CudaGraphs.forbid_synchronization``), torch refuses all other waits of the process.
         """
         event = self._cuda.Event()
         event.record()
         event.synchronize()
 
     def register(self, arena: Arena) -> None:
-        """Register an arena with CUDA (``cudaHostRegister``): the GPU accesses it directly."""
+        """Register an arena's mappings with CUDA as they are made: the GPU accesses them directly.
+
+        See ``cudaHostRegister``.
+        """
         arena.watch(self._register, self._unregister)
 
     def _register(self, memory: mmap.mmap) -> bool:
@@ -169,6 +174,10 @@ class Exchange:
     def receive(self, put: Put, buffers: Iterator[Buffer], done: Done) -> None:
         """Store an uploaded value.
 
+        Args:
+            buffers: the message's remaining buffers; a value that is not in the arena takes one.
+            done: the answer; an arena slot that is free again is added to its releases.
+
         Raises:
             ProtocolError: the meta is no dense tensor's, or its bytes are missing.
         """
@@ -198,7 +207,11 @@ class Exchange:
         self._store.put(put.id, value, borrowed)
 
     def fetched(self, fetches: Sequence[int], done: Done) -> list[Buffer]:
-        """Note fetched values, or their failures, in ``done``; return their buffers."""
+        """Add fetched values, or their failures, to ``done``; return the values' buffers.
+
+        Args:
+            fetches: ids of the values.
+        """
         replies: list[Buffer] = []
         for key in fetches:
             try:

@@ -82,7 +82,7 @@ class CapturedPlan:
     @property
     def captures(self) -> list[GraphSegment]:
         """The segments that are graphs."""
-        return [segment.stretch for segment in self._captured_segments()]
+        return [segment.segment for segment in self._captured_segments()]
 
     @property
     def complete(self) -> bool:
@@ -92,7 +92,7 @@ class CapturedPlan:
     def capture(
         self, inputs: list[Value], params: tuple[Any, ...], moved: set[int]
     ) -> list[Value] | Stopped:
-        """Run the plan, and capture it meanwhile; as ``run`` otherwise.
+        """Run the plan, and capture it meanwhile; arguments and result as for ``run``.
 
         Args:
             moved: inputs whose address changes from run to run.
@@ -136,7 +136,12 @@ class CapturedPlan:
     def _capture(
         self, values: dict[int, Any], params: tuple[Any, ...], steady: set[int]
     ) -> int | None:
-        """Capture, if possible, and run each segment; return the node of a failure, or None."""
+        """Capture, if possible, and run each segment; return the node of a failure, or None.
+
+        Args:
+            values: the live values; changed to those after the last segment.
+            steady: numbers of the values with the same address in each run; added to.
+        """
         for segment in self._planned_segments:
             captured = self._captured(segment, values, params, steady)
             if captured is None:
@@ -146,7 +151,7 @@ class CapturedPlan:
             if stopped is not None:
                 return stopped
             if isinstance(captured, CapturedSegment):
-                steady.update(segment.gives)
+                steady.update(segment.outputs)
             else:
                 steady |= steady_writes(self._schedule, segment, steady)
         return None
@@ -180,7 +185,7 @@ class CapturedPlan:
             if segment.replay(values):
                 return None
             self.misfits += 1
-            return segment.stretch.first
+            return segment.segment.first
         for number in range(segment.first, segment.end):
             if self._schedule.graph.nodes[number].dynamic:
                 return number
@@ -210,7 +215,7 @@ class CapturedPlan:
         copies = copied([outputs[position] for position in self._copied_outputs])
         for position, copy in zip(self._copied_outputs, copies, strict=True):
             outputs[position] = copy
-        self._interpreter.lay_out(outputs, check=is_first_run)  # replays lay them out alike
+        self._interpreter.restride_outputs(outputs, check=is_first_run)
         return outputs
 
     def _stopped(self, number: int, values: dict[int, Any]) -> Stopped:
@@ -233,6 +238,7 @@ MISMATCH, TOO_MANY = 2, 6
 #: Largest number of captures of a plan.
 CAPTURES = 4
 
+#: Phases of a graphed executor, in their order; _TRY is left out if graphs are not measured.
 _WATCH, _FIND_SYNCHRONIZING, _CAPTURE, _TRY, _REPLAY, _PLAIN = range(6)
 
 
@@ -318,8 +324,8 @@ class GraphedExecutor(EagerExecutor):
             self._phase = _PLAIN
             return self.plain.run(inputs, params)
         self._note_changes(inputs, params)
-        finder = _Asking(self.schedule, self.interpreter.device, self.interpreter.compiled)
-        finder.graphs, finder.waits = self._graphs, self._excluded_nodes
+        finder = _SyncFinder(self.schedule, self.interpreter.device, self.interpreter.compiled)
+        finder.graphs, finder.synchronizing = self._graphs, self._excluded_nodes
         values = dict(enumerate(inputs))
         inputs.clear()
         self.interpreter, interpreter = finder, self.interpreter
@@ -358,7 +364,7 @@ class GraphedExecutor(EagerExecutor):
         return outcome
 
     def _exclude_node(self, node: int | None, error: Exception) -> None:
-        """Capture again in the next run, without the node at which this capture failed."""
+        """Have the next run capture without the node at which this capture failed, or give up."""
         if node is None or not self._graphs.usable:
             self._give_up(f"{type(error).__name__}: {error}".rstrip(": "), failed=True)
         else:
@@ -389,6 +395,7 @@ class GraphedExecutor(EagerExecutor):
         return self._try(inputs, params) if self._phase == _TRY else self._replay(inputs, params)
 
     def _replay(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
+        """Run the captured plan, and score whether all its graphs could be replayed."""
         plan = self._captured
         assert plan is not None
         misfits = plan.misfits
@@ -397,7 +404,7 @@ class GraphedExecutor(EagerExecutor):
         return outcome
 
     def _try(self, inputs: list[Value], params: tuple[Any, ...]) -> Outcome:
-        """Run the plan, timed, alternately plain and as graphs."""
+        """Run the plan, timed, alternately plain and as graphs; then decide for the faster way."""
         run = self._replay if len(self._run_seconds) % 2 else self.plain.run
         seconds, outcome = self._graphs.seconds(lambda: run(inputs, params))
         self._run_seconds.append(seconds)
@@ -414,10 +421,20 @@ class GraphedExecutor(EagerExecutor):
     # -- decisions -----------------------------------------------------------------------
 
     def _give_up(self, reason: str, failed: bool = False) -> None:
+        """Do all further runs with the plain executor, and report why.
+
+        Args:
+            failed: a capture has raised an error.
+        """
         self._phase, self._captured = _PLAIN, None
         self.pending_report = Captured(self.plan.digest, error=reason, failed=failed)
 
     def _report(self, gain: float) -> None:
+        """Report that the plan runs as CUDA graphs.
+
+        Args:
+            gain: measured speedup; 0: not measured.
+        """
         assert self._captured is not None
         captures, nbytes = self._captured.captures, self._graphs.nbytes
         nodes = [
@@ -429,24 +446,25 @@ class GraphedExecutor(EagerExecutor):
         self.pending_report = Captured(self.plan.digest, len(captures), steps, nbytes, gain)
 
 
-class _Asking(CheckedInterpreter):
+class _SyncFinder(CheckedInterpreter):
     """Interpreter that finds the nodes that synchronize with the GPU.
 
     Such a node raises and is run again, so nodes that write or draw are not checked.
     """
 
     graphs: CudaGraphs
-    waits: set[int]
+    synchronizing: set[int]  # numbers of the nodes, added to
 
     def _node(self, number: int, node: Node, /, *rest: Any) -> None:
+        """Run a node, first with synchronization forbidden; if that fails, run it as usual."""
         if not node.writes and capturable(node) and not draws(node):
             try:
-                with self.graphs.nobody_waits():
+                with self.graphs.forbid_synchronization():
                     return super()._node(number, node, *rest)
             except RuntimeError as error:
-                if not self.graphs.waited(error):
+                if not self.graphs.is_synchronization_error(error):
                     raise
-                self.waits.add(number)
+                self.synchronizing.add(number)
         return super()._node(number, node, *rest)
 
 

@@ -29,9 +29,9 @@ from lazygt.runtime.store import Failed, Value
 Fresh = Callable[[Node, Any], list[Any]]
 
 
-def lies_as(value: torch.Tensor, meta: TensorMeta) -> bool:
+def has_same_layout(value: torch.Tensor, meta: TensorMeta) -> bool:
     """Return whether each element has the same offset as in ``meta``: strides are equivalent."""
-    return value.numel() <= 1 or meta.lies_as(value.stride())
+    return value.numel() <= 1 or meta.has_same_layout(value.stride())
 
 
 def may_keep_strides(
@@ -115,7 +115,9 @@ class Stopped(NamedTuple):
 
     node: int
     values: dict[int, Value]  # the live values at that moment
-    made: bool = False  # True if the node has run, and its results differ from the inferred metas
+    #: True if the node has run (its results differ from the inferred metas): the interpreter
+    #: checks these, and continues after the node
+    has_results: bool = False
 
 
 class CheckedInterpreter:
@@ -127,9 +129,10 @@ class CheckedInterpreter:
     Attributes:
         compiled: the argument.
         restrided: node number -> positions of results that are copied to the recorded strides.
-        relaid_outputs: position of an output that is copied to other strides -> these strides.
-        relaid: (node number, result, its kernel's strides) of results with unexpected strides,
-            until the worker reports them.
+        restrided_outputs: position of an output that is copied to the recorded strides -> these
+            strides.
+        unexpected_strides: (node number, result, its kernel's strides) of results with other
+            strides than recorded, until the worker reports them.
         returned, written: results and written tensors of the data-dependent last node.
     """
 
@@ -141,8 +144,8 @@ class CheckedInterpreter:
     ) -> None:
         self.schedule, self.device = schedule, device
         self.restrided: dict[int, tuple[int, ...]] = {}
-        self.relaid_outputs: dict[int, tuple[int, ...]] = {}
-        self.relaid: list[tuple[int, int, tuple[int, ...]]] = []
+        self.restrided_outputs: dict[int, tuple[int, ...]] = {}
+        self.unexpected_strides: list[tuple[int, int, tuple[int, ...]]] = []
         #: values with other strides than were recorded
         self._restrided_values: set[int] = set()
         self.returned: Any = None
@@ -152,9 +155,9 @@ class CheckedInterpreter:
         self._kernels: dict[str, Callable[..., Any]] = {}
 
     @property
-    def lays_out(self) -> bool:
-        """True if each run has to copy some value to other strides."""
-        return bool(self.restrided or self.relaid_outputs)
+    def changes_strides(self) -> bool:
+        """True if runs copy some results to the recorded strides, as the last check found."""
+        return bool(self.restrided or self.restrided_outputs)
 
     def kernel(self, number: int, op: str) -> Callable[..., Any]:
         """Return the callable of a node."""
@@ -167,7 +170,7 @@ class CheckedInterpreter:
 
     @staticmethod
     def output_kinds(node: Node) -> tuple[str, ...]:
-        """Return one letter for each return (see ``graph.ops``)."""
+        """Return the kind of each return, such as ``f`` for a new tensor (see ``graph.ops``)."""
         f = op_facts(node)
         if f is not None:
             return f.outputs
@@ -194,7 +197,14 @@ class CheckedInterpreter:
     def run(
         self, values: dict[int, Value], params: tuple[Any, ...], start: int, check: bool
     ) -> list[Failure]:
-        """Run from node ``start`` on, adding results to ``values``; return the failures."""
+        """Run from node ``start`` on, adding results to ``values``; return the failures.
+
+        A node with a failed operand does not run: its results fail, too.
+
+        Args:
+            params: run-time numbers of the plan.
+            check: compare the results with the inferred metas.
+        """
         failures: list[Failure] = []
         self.returned, self.written = None, []
         #: while nothing has failed, nodes need no check for failed operands
@@ -226,7 +236,7 @@ class CheckedInterpreter:
         """
         node, results = self.schedule.graph.nodes[number], self._results[number]
         self._node(number, node, results, values, params, check)
-        self.relaid.clear()  # reported to the client after the first run
+        self.unexpected_strides.clear()  # the first run has reported them to the client
         for position in () if check else self.restrided.get(number, ()):
             meta, result = node.results[position], results[position]
             assert meta is not None
@@ -235,7 +245,10 @@ class CheckedInterpreter:
             values.pop(dead, None)
 
     def check_results(self, number: int, values: dict[int, Value]) -> list[Failure]:
-        """Check the results of a node that has run, as ``run`` does; return the failures."""
+        """Check the results of a node that native code has run, as ``run`` does; return failures.
+
+        Results with strides that the later nodes do not allow are replaced in ``values``.
+        """
         node, results = self.schedule.graph.nodes[number], self._results[number]
         try:
             laid_out = self._checked(number, node, [values[result] for result in results])
@@ -254,7 +267,11 @@ class CheckedInterpreter:
         values: dict[int, Value],
         failures: list[Failure],
     ) -> None:
-        """Mark the results of a node as failed."""
+        """Mark the results of a node as failed; if it is a collective, leave the process group.
+
+        Args:
+            failures: failures of the run; a failure that makes this rank leave is added.
+        """
         if node.op in COLLECTIVES or node.op in POINT_TO_POINT or node.op == WAIT:
             self._leave_group(failed.failure, failures)
         values.update(dict.fromkeys(results, failed))
@@ -393,13 +410,13 @@ class CheckedInterpreter:
         slot, f = self._results[number][position], op_facts(node)
         follows_restrided = not self._restrided_values.isdisjoint(node.refs())
         is_view = position >= len(node.fresh) or (f is not None and f.views)
-        if is_view and not follows_restrided and not lies_as(value, meta):
+        if is_view and not follows_restrided and not has_same_layout(value, meta):
             raise _meta_mismatch(node, value, meta)
         if not (is_view or follows_restrided):  # else an earlier node is the cause
-            self.relaid.append((number, position, value.stride()))
+            self.unexpected_strides.append((number, position, value.stride()))
         graph = self.schedule.graph
         if (
-            lies_as(value, meta)
+            has_same_layout(value, meta)
             or is_view
             or may_keep_strides(graph, number, slot, value, self._new_outputs)
         ):
@@ -407,11 +424,11 @@ class CheckedInterpreter:
             return True
         return False
 
-    def lay_out(self, outputs: list[Value], check: bool = False) -> None:
-        """Copy outputs to the recorded strides, which the client expects.
+    def restride_outputs(self, outputs: list[Value], check: bool = False) -> None:
+        """Copy outputs to the recorded strides, which the client expects; ``outputs`` is changed.
 
         Args:
-            check: determine the outputs that need a copy.
+            check: determine the outputs that need a copy; later runs copy the same ones.
         """
         if check:
             slots, metas = self.schedule.graph.outputs, self.schedule.graph.values
@@ -423,9 +440,9 @@ class CheckedInterpreter:
                     or meta is None
                 ):
                     continue
-                if not lies_as(value, meta):
-                    self.relaid_outputs[position] = meta.stride
-        for position, stride in self.relaid_outputs.items():
+                if not has_same_layout(value, meta):
+                    self.restrided_outputs[position] = meta.stride
+        for position, stride in self.restrided_outputs.items():
             value = outputs[position]
             if isinstance(value, torch.Tensor):
                 outputs[position] = kernels.restride(value, stride)
@@ -437,6 +454,7 @@ class CheckedInterpreter:
 
 
 def _meta_mismatch(node: Node, value: torch.Tensor, meta: TensorMeta) -> GraphError:
+    """Return the error for a result that has another shape or dtype than was inferred."""
     title, _, custom = node.op.partition("@")
     source = "its fake kernel" if custom else f"torch's meta kernel of {title}"
     remedy = "mend that (torch.library.register_fake)" if custom else "please report this"

@@ -23,7 +23,7 @@ from lazygt.graph.fusion import is_pointwise, numbers_of, pure_form
 from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import DEVICE, Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import overload
-from lazygt.graph.per_tensor import LANES, Lanes, abreast, lanes_of
+from lazygt.graph.per_tensor import LANES, Lanes, join_slices, lanes_of
 from lazygt.host.gpus import host_gpus
 
 # -- decompositions of ops with numbers ------------------------------------------------------------
@@ -59,6 +59,7 @@ def _threshold_backward(grad: Tensor, of: Tensor, threshold: Any) -> Tensor:
 
 def _var(x: Tensor, dims: Sequence[int] | None = None, *, correction: Any, keepdim: bool = False
          ) -> Tensor:  # fmt: skip
+    # the correction is a tensor, which ``torch.var`` does not take
     dims = list(dims or range(x.dim()))
     biased = torch.var(x, dims, correction=0, keepdim=keepdim)
     count = x.numel() / max(biased.numel(), 1)
@@ -167,6 +168,7 @@ def _by_channel(values: Tensor, x: Tensor) -> Tensor:
 #: Ops with writes that their schemas hide; the functions in ``BY_TENSOR`` return new versions.
 HIDDEN_WRITES = frozenset({"aten.native_batch_norm.default"})
 
+#: Op -> its decomposition, with one-element tensors for its numbers.
 BY_TENSOR: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": _add,
     "aten.sub.Tensor": _sub,
@@ -201,7 +203,7 @@ BY_TENSOR: dict[str, Callable[..., Any]] = {
 
 aten = torch.ops.aten
 
-#: Names of a processor's features in /proc/cpuinfo: on x86 and on ARM.
+#: Name of the line of a processor's features in /proc/cpuinfo: on x86, on ARM.
 _INSTRUCTIONS = ("flags", "Features")
 
 
@@ -209,7 +211,7 @@ class Members(torch.nn.Module):
     """A fused node's body. ``forward`` takes its operands, then its numbers, see ``packed``.
 
     Args:
-        body: the members.
+        body: the members: the nodes that were fused.
         writes: pairs (operand, output of the body): the operand is overwritten with it.
         fresh: number of new outputs: the first outputs of the body, which are returned.
     """
@@ -290,11 +292,12 @@ class KernelGroup:
     writes: tuple[tuple[int, int], ...]  # pairs (operand, output of the body) that are written back
     fresh: int  # number of new outputs
     flat: bool  # every tensor is viewed as a vector of dynamic length
-    open_dims: Dims = ()  # for each input of the body, its dynamic dims; empty if ``flat``
+    #: for each input of the body, the dims that the compiled code accepts in any size; (): none
+    dynamic_dims: Dims = ()
     lanes: int = 1  # number of equal slices of a flat body, each with vectors of its own length
 
     @staticmethod
-    def of(node: Node, open_dims: Dims = ()) -> KernelGroup:
+    def of(node: Node, dynamic_dims: Dims = ()) -> KernelGroup:
         """Build the group of a fused node."""
         body = node.body
         assert body is not None
@@ -303,7 +306,7 @@ class KernelGroup:
         if lanes is not None:
             return _group_of_lanes(lanes, writes)
         flat = _is_flat(body)
-        return KernelGroup(body, writes, fresh, flat, () if flat else open_dims)
+        return KernelGroup(body, writes, fresh, flat, () if flat else dynamic_dims)
 
     @property
     def numel(self) -> int:
@@ -311,26 +314,31 @@ class KernelGroup:
         return max(meta.numel for meta in self.body.inputs)
 
     def structure(self) -> str:
-        """Return, as text, everything that its code depends on; open sizes are left out."""
+        """Return, as text, everything that its code depends on; sizes of dynamic dims are ``?``."""
         body = self.body
         lines = [f"{self.writes} {self.fresh} {self.flat} {body.outputs} {len(body.params)}"]
         lines.append(str(self.lanes))
-        dims = self.open_dims or ((),) * len(body.inputs)
-        for meta, some in zip(body.inputs, dims, strict=True):
-            lines.append(self._shape_text(meta, some))
+        dims = self.dynamic_dims or ((),) * len(body.inputs)
+        for meta, dynamic in zip(body.inputs, dims, strict=True):
+            lines.append(self._shape_text(meta, dynamic))
         results = tuple(meta for node in body.nodes for meta in node.results)
         for node in body.nodes:
             lines.append(_node_text(node))
-        # results follow from the inputs, but for their dtypes nothing else has to be trusted
+        # shapes of results follow from inputs and arguments; members cast to the dtypes recorded
         lines.append(" ".join(str(meta.dtype) for meta in results if meta is not None))
         return "\n".join(lines)
 
-    def _shape_text(self, meta: TensorMeta, some: tuple[int, ...]) -> str:
+    def _shape_text(self, meta: TensorMeta, dynamic: tuple[int, ...]) -> str:
+        """Return what the compiled code depends on of an input's meta.
+
+        Args:
+            dynamic: its dims of any size.
+        """
         if self.flat:
             return str(meta.dtype)
-        if not some:
+        if not dynamic:
             return str(meta)
-        shape = ["?" if dim in some else str(size) for dim, size in enumerate(meta.shape)]
+        shape = ["?" if dim in dynamic else str(size) for dim, size in enumerate(meta.shape)]
         return f"{meta.dtype}[{', '.join(shape)}]"
 
     def key(self, device: str, flags: Flags = ()) -> str:
@@ -360,14 +368,21 @@ def _writes(node: Node) -> tuple[tuple[int, int], ...]:
 
 
 def _group_of_lanes(lanes: Lanes, writes: tuple[tuple[int, int], ...]) -> KernelGroup:
-    """Build the group of a few lanes; a lane's outputs are its fresh ones, then written ones."""
+    """Build the group of ``LANES`` lanes of a horizontally fused node.
+
+    A lane's outputs are its new ones, then the written ones; those of the group likewise, so the
+    outputs are reordered.
+
+    Args:
+        writes: the writes of the node, as ``KernelGroup`` has them.
+    """
     targets: dict[int, int] = {}  # output of a lane -> its input that is overwritten with it
     for operand, output in writes:
         lane_index, output_of_lane = lanes.outputs[output]
         targets[output_of_lane] = lanes.operands[lane_index].index(operand)
     operands_per_lane, count = len(lanes.lane.inputs), len(lanes.lane.outputs)
     new_outputs = count - len(targets)
-    body = abreast(lanes.lane, LANES, lanes.length)
+    body = join_slices(lanes.lane, LANES, lanes.length)
     outputs_by_lane = [
         body.outputs[lane_index * count : (lane_index + 1) * count] for lane_index in range(LANES)
     ]

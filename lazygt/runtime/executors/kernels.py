@@ -40,7 +40,7 @@ from lazygt.runtime.collectives import collective_ops, group
 _STATE_ARGS, _OUTPUT_ARG, _RESERVE_ARG = (4, 5), 6, 20
 
 
-def forward(*args: Any) -> Any:
+def _cudnn_rnn(*args: Any) -> Any:
     """Call ``aten::_cudnn_rnn``, without its warning that weights are packed in each call."""
     arguments = _row_major(args, _STATE_ARGS)
     call: Any = torch._cudnn_rnn  # the op's overload would write the warning to stderr
@@ -49,7 +49,7 @@ def forward(*args: Any) -> Any:
         return call(*arguments)
 
 
-def backward(*args: Any) -> Any:
+def _cudnn_rnn_backward(*args: Any) -> Any:
     """Call ``aten::_cudnn_rnn_backward`` as a pure op: its results have their own memory.
 
     cuDNN writes into the reserve, so it gets a copy. It reads the output as row-major, whatever its
@@ -72,8 +72,8 @@ def _row_major(args: Sequence[Any], indices: Sequence[int]) -> list[Any]:
 
 #: Op -> the function called instead.
 CUDNN_RNN: dict[str, Callable[..., Any]] = {
-    "aten._cudnn_rnn.default": forward,
-    "aten._cudnn_rnn_backward.default": backward,
+    "aten._cudnn_rnn.default": _cudnn_rnn,
+    "aten._cudnn_rnn_backward.default": _cudnn_rnn_backward,
 }
 
 
@@ -167,7 +167,7 @@ def clear_error(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all launched work; a no-op on a CPU."""
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()

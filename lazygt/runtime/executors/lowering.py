@@ -3,6 +3,8 @@
 A program has slots: one for each value of the graph, and spare ones. `Lowering` determines the
 copies, calls, aliases and frees of each node. A program runs them: `SourceProgram` as generated
 Python code, the C++ extension's program as boxed calls without Python (see ``native``).
+
+In the methods of both, ``number`` or ``node`` is the node that an instruction belongs to.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class Lowering:
     """Lowering of a schedule: emits the instructions of each node to a program.
 
     Args:
+        interpreter: source of the kernels, and of results that need other strides.
         program: a `SourceProgram`, or the extension's program with the same methods; empty.
         like: schedule and program in other sizes; equal instructions are shared.
     """
@@ -42,7 +45,7 @@ class Lowering:
         self.program = program
 
     def emit(self) -> None:
-        """Emit all nodes, up to a data-dependent last one."""
+        """Emit all nodes; at a data-dependent last one, emit a stop for the interpreter."""
         for number, (node, results) in enumerate(self.schedule.graph.numbered()):
             if self.reuse_instructions(number, node):
                 continue
@@ -50,14 +53,14 @@ class Lowering:
                 self.program.stop(number)
                 return
             if node.op == WRITE_BACK:
-                self.write_back(number, node, results[0])
+                self.emit_write_back(number, node, results[0])
             else:
-                self.node(number, node, results)
+                self.emit_node(number, node, results)
             for expected in self.checks(number):
                 self.program.check(number, *expected)
             if self.schedule.frees[number]:
                 self.program.free(number, self.schedule.frees[number])
-        self.program.finish(self.outputs())
+        self.program.finish(self.emit_outputs())
 
     def reuse_instructions(self, number: int, node: Node) -> bool:
         """Reuse a node's instructions of the other sizes if they are equal; return whether so."""
@@ -81,33 +84,37 @@ class Lowering:
             for value, meta in self.interpreter.expected_results(number)
         ]
 
-    def outputs(self) -> list[int]:
-        """Return the slots of the outputs, after emitting copies and changes of strides."""
+    def emit_outputs(self) -> list[int]:
+        """Emit copies and changes of strides of outputs; return the outputs' slots.
+
+        An output that shares memory with a value that outlives the run is copied; one that has
+        other strides than recorded gets the recorded ones.
+        """
         slots = list(self.schedule.graph.outputs)
-        last = max(len(self.schedule.graph.nodes) - 1, 0)
+        last = max(len(self.schedule.graph.nodes) - 1, 0)  # these instructions belong to it
         for position in self.schedule.writes.copied_outputs:
-            slots[position] = self.copy(last, slots[position])
-        for position, stride in self.interpreter.relaid_outputs.items():
+            slots[position] = self.emit_copy(last, slots[position])
+        for position, stride in self.interpreter.restrided_outputs.items():
             self.program.restride(last, slots[position], list(stride))
         return slots
 
-    def copy(self, number: int, value: int) -> int:
+    def emit_copy(self, number: int, value: int) -> int:
         """Emit a copy of a value; return its slot."""
         slot: int = self.program.spare()
         self.program.clone(number, slot, value)
         return slot
 
-    def node(self, number: int, node: Node, results: range) -> None:
+    def emit_node(self, number: int, node: Node, results: range) -> None:
         """Emit a node: copies of written operands, its call, aliases and changes of strides."""
         copies: dict[int, int] = {}
         for target, mode in zip(node.writes, self.schedule.writes.modes[number], strict=True):
             if mode == COPY and target not in copies:
-                copies[target] = self.copy(number, target)
+                copies[target] = self.emit_copy(number, target)
         args, kwargs = node.args, node.kwargs
         if copies:
             args = tuple(_substituted(arg, copies) for arg in args)
             kwargs = tuple((name, _substituted(arg, copies)) for name, arg in kwargs)
-        self.call(number, node.op, args, kwargs, self.interpreter.return_slots(node, results))
+        self.emit_call(number, node.op, args, kwargs, self.interpreter.return_slots(node, results))
         for offset, target in enumerate(node.writes):
             version = results[len(node.fresh) + offset]
             self.program.alias(number, version, copies.get(target, target))
@@ -118,34 +125,36 @@ class Lowering:
             assert meta is not None
             self.program.restride(number, results[position], meta.stride)
 
-    def write_back(self, number: int, node: Node, result: int) -> None:
+    def emit_write_back(self, number: int, node: Node, result: int) -> None:
         """Emit a write-back: views of the base, and a copy into the last one."""
         base, value, (mode,) = node.args[0].index, node.args[1], self.schedule.writes.modes[number]
         if mode == DONE:
             self.program.alias(number, result, base)
             return
-        written = viewed = self.copy(number, base) if mode == COPY else base
+        written = viewed = self.emit_copy(number, base) if mode == COPY else base
         spares = [] if written == base else [written]
         for step in node.args[2]:
-            viewed = self.view(number, step, viewed)
+            viewed = self.emit_view(number, step, viewed)
             spares.append(viewed)
-        self.call(number, "aten.copy_.default", (Ref(viewed), value), (), [])
+        self.emit_call(number, "aten.copy_.default", (Ref(viewed), value), (), [])
         self.program.alias(number, result, written)
         self.program.free(number, spares)
 
-    def view(self, number: int, step: ViewStepKey, base: int) -> int:
-        """Emit one view of a view chain; return its slot."""
+    def emit_view(self, number: int, step: ViewStepKey, base: int) -> int:
+        """Emit one view of a view chain (see ``graph.alias.view_step``); return its slot."""
         op, position, args, kwargs, index = step
         slot: int = self.program.spare()
         kinds = facts(overload(op)).outputs
         slots: ReturnSlots = [None] * len(kinds)
         slots[index if len(kinds) > 1 else 0] = slot
-        if kinds == ("vl",):
+        if kinds == ("vl",):  # a list of views, as split returns: only item ``index`` is kept
             slots = [[*[-1] * index, slot]]
-        self.call(number, op, (*args[:position], Ref(base), *args[position + 1 :]), kwargs, slots)
+        self.emit_call(
+            number, op, (*args[:position], Ref(base), *args[position + 1 :]), kwargs, slots
+        )
         return slot
 
-    def call(
+    def emit_call(
         self,
         number: int,
         op: str,
@@ -153,7 +162,11 @@ class Lowering:
         kwargs: tuple[tuple[str, Arg], ...],
         slots: ReturnSlots,
     ) -> None:
-        """Emit the call of an op: boxed in C++ if possible, else of its Python kernel."""
+        """Emit the call of an op: boxed in C++ if possible, else of its Python kernel.
+
+        Args:
+            slots: targets of the op's returns.
+        """
         if not op.startswith("lazygt.") and "@" not in op and op not in WRAPPED:
             namespace, name, kind = op.split(".")
             kind = "" if kind == "default" else kind
@@ -251,6 +264,7 @@ class SourceProgram:
     # -- instructions --------------------------------------------------------------------
 
     def spare(self) -> int:
+        """Allocate a slot beyond those of the graph's values; return its number."""
         self.slots += 1
         return self.slots - 1
 
@@ -282,6 +296,7 @@ class SourceProgram:
         kwargs: Sequence[tuple[str, Arg]],
         returns: ReturnSlots,
     ) -> None:
+        """Emit a call of a Python kernel, and the assignment of what it returns."""
         values = [self.arg(arg) for arg in args]
         values += [f"{name}={self.arg(arg)}" for name, arg in kwargs]
         call = f"{self.kernel(kernel)}({', '.join(values)})"
@@ -319,6 +334,7 @@ class SourceProgram:
         return name
 
     def arg(self, arg: Arg) -> str:
+        """Return the Python expression of a node's argument."""
         kind = type(arg)
         if kind is Ref:
             return self.slot(arg.index)

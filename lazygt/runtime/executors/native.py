@@ -1,8 +1,9 @@
 """Native programs: a schedule as boxed calls, prepared once and run in C++ without Python.
 
 Some ops (lazygt's own, custom and wrapped ones, compiled groups) are Python functions: the program
-calls back into Python for them. `KnownRuns` decodes a run message of a known plan, runs its program
-and encodes the answer, all in C++; it shares the worker's store and delta codecs.
+calls back into Python for them. A *known* plan has run here before. `KnownRuns` decodes its run
+message, runs its program and encodes the answer, all in C++; it shares the worker's store and delta
+codecs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class NativeCode:
     Args:
         schedule: steps of the plan.
         interpreter: runs the steps that C++ does not.
-        name: unused; all kinds of code are made with the same arguments.
+        name: unused; all kinds of code are created with the same arguments.
         like: code of the same program in other sizes; equal instructions are shared.
     """
 
@@ -103,10 +104,15 @@ class KnownRuns:
         self.forget = self.runs.clear
 
     def keep(self, digest: bytes, known: Any, plan: Plan, code: object) -> None:
-        """Register a plan if it has a native program; ``known`` has its codecs and params."""
+        """Register a plan if it has a native program.
+
+        Args:
+            known: the plan's `KnownPlan`: its codecs and run-time numbers.
+            code: the code that the plan's executor runs.
+        """
         if type(code) is NativeCode:
-            outline, owned_inputs = plan.outline, code.schedule.writes.owned_inputs
+            outline, overwritten_inputs = plan.outline, code.schedule.writes.overwritten_inputs
             self.runs.keep(
                 digest, code.program, known, len(outline.inputs), len(outline.params),
-                list(owned_inputs),
+                list(overwritten_inputs),
             )  # fmt: skip

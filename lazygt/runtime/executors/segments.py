@@ -1,4 +1,7 @@
-"""Segments (stretches) of a plan: runs of steps to capture as one CUDA graph, or to run singly."""
+"""Segments of a plan: runs of steps to capture as one CUDA graph, or to run singly.
+
+Attention with dropout returns *seeds*: the generator's state, which its backward pass reads.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ class GraphSegment:
     first: int  # first, end: range of the nodes, ``end`` excluded
     end: int
     captured: bool  # True if the segment is a CUDA graph
-    takes: tuple[int, ...] = ()  # earlier values that the segment reads
-    gives: tuple[int, ...] = ()  # values that the segment makes and that live after it
-    drops: tuple[int, ...] = ()  # earlier values that die in the segment
-    #: those of ``takes`` whose memory the segment writes, or that ``gives`` shares
+    inputs: tuple[int, ...] = ()  # earlier values that the segment reads
+    outputs: tuple[int, ...] = ()  # results of the segment that live after it
+    dying: tuple[int, ...] = ()  # earlier values that die in the segment
+    #: inputs whose memory the segment writes, or an output shares
     exposed: tuple[int, ...] = ()
     params: tuple[int, ...] = ()  # run-time numbers that the segment reads
 
@@ -74,7 +77,11 @@ def split_into_segments(
 
 
 def _grouped(nodes: Sequence[Node], capturable_nodes: list[bool]) -> list[Run]:
-    """Group consecutive nodes: capturable ones, if enough for a graph, and the rest."""
+    """Group consecutive nodes: capturable ones, if enough for a graph, and the rest.
+
+    Args:
+        capturable_nodes: for each node, True if it can be captured.
+    """
     runs: list[Run] = []
     for is_capturable, numbers in groupby(range(len(nodes)), capturable_nodes.__getitem__):
         nodes_of_run = list(numbers)
@@ -179,9 +186,10 @@ def _writes_through_moving_views(schedule: Schedule, changing: Collection[int]) 
 
 
 def steady_writes(schedule: Schedule, segment: GraphSegment, steady: set[int]) -> set[int]:
-    """Return the values that a segment makes by in-place writes to steady values.
+    """Return the new versions of steady values that a segment writes in place: also steady.
 
-    A value is steady if its address is the same in each run.
+    Args:
+        steady: numbers of the values with the same address in each run.
     """
     first = len(schedule.graph.inputs)
     versions: set[int] = set()

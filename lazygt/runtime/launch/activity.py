@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 EVERY = 0.25
 _MEASURE_SECONDS = 1.0  # minimum interval between two measurements of memory
 _MEASURE_BUSY_SECONDS = 3.0  # delay after which memory is also measured during a run
-_LIVE_SAMPLES = 5
+_LIVE_SAMPLES = 5  # number of measurements whose maximum is shown
 _MEASURE_SHARE = 500  # interval to the next measurement, in durations of one measurement
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 #: Prefixes of the paths of library code.
 _LIBRARIES = (_PACKAGE, os.path.dirname(os.__file__) + os.sep, "<")
 #: Frames further out on the stack belong to the start of the process.
 _OUTERMOST = str(Path(__file__).with_name("process.py"))
-_LONGEST_DOING = 200  # characters
+_LONGEST_DOING = 200  # characters of the user's current function on the page
 
 
 class Activity:
@@ -94,13 +94,13 @@ class Reporter:
         self._live_samples: deque[int] = deque(maxlen=_LIVE_SAMPLES)
 
     def begin(self, rank: int, handler: object) -> None:
-        """Set the process's rank and take the insight of its message handler, if any."""
+        """Set the rank of the process, now ready, and read the ``insight`` of its handler."""
         self.rank = rank
         insight = getattr(handler, "insight", None)
         self.insight = None if insight is None else insight()
         self.started = True
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Write the worker's page, unless it was written less than `EVERY` seconds ago."""
         now = time.monotonic()
         if now < self._next or self.rank is None:

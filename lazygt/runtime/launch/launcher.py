@@ -49,13 +49,14 @@ class Boot:
     neighbours: int  # number of workers on this host, this one included
     client_pid: int  # the client's process; the worker ends with it
     token: str  # the session's secret, as hex
-    data: Address
+    data: Address  # data, control: sockets at which the worker takes messages, and pings
     control: Address
     keys: Keys | None  # CURVE keys of this worker, or None for a local channel
     max_message: int
     upload: int | None  # upload, fetch: descriptors of the arenas' memfds, or None
     fetch: int | None
-    mailboxes: MailboxFiles | None  # descriptors of the mailboxes for small messages, or None
+    #: descriptors of the mailboxes (message queues in shared memory) for small messages, or None
+    mailboxes: MailboxFiles | None
     directory: str  # the session's directory, removed by the worker if the client was killed
     group: GroupSpec | None  # how to join the group of workers, or None; group_number: its number
     rendezvous: Address | None  # address at which other ranks reach this one, or None
@@ -104,6 +105,7 @@ def load_named(name: str) -> Any:
 
 # -- processes -------------------------------------------------------------------------------------
 
+#: Bytes of a worker's output that an error shows.
 TAIL_BYTES = 8 << 10
 _REAP_SECONDS = 1.0
 

@@ -101,6 +101,11 @@ def read_boot(fd: int) -> Boot:
 def wait_for_rank(server: WorkerChannel, boot: Boot, memory: tuple[int, ...]) -> Boot:
     """Load the worker's modules, and wait for the rank of this spare process.
 
+    Ends the process if it is shut down instead.
+
+    Args:
+        memory: descriptors of the snapshot memory of each worker of this host.
+
     Returns:
         The boot configuration completed by rank, group number and snapshot memory.
     """
@@ -209,7 +214,7 @@ class Control(threading.Thread):
         self._server = WorkerChannel(context, boot.control, token, boot.keys, boot.max_message)
 
     def run(self) -> None:
-        """Answer pings and write the status page until the client ends."""
+        """Answer pings and write the status page; when the client ends, end the process."""
         client = _watch_client(self._boot.client_pid)
         if client is None:
             self._end()
@@ -233,7 +238,7 @@ class Control(threading.Thread):
         if self._reporter is None:
             return
         try:
-            self._reporter.look()
+            self._reporter.update()
         except Exception:  # noqa: BLE001 - this thread must go on answering pings
             self._reporter = None
             traceback.print_exc()
@@ -276,7 +281,7 @@ def _shorten_log(fd: int) -> None:
 
 
 def _read_exactly(fd: int, length: int) -> bytes:
-    """Read ``length`` bytes from a pipe."""
+    """Read ``length`` bytes from a pipe; ProtocolError if it is closed before."""
     data = b""
     while len(data) < length:
         chunk = os.read(fd, length - len(data))

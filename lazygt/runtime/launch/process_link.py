@@ -80,12 +80,15 @@ class ProcessLink:
         self._last_heard: dict[int, float] = {}
         #: time of the next check of the workers by the watch
         self._next_check = 0.0
+        #: rank -> exit status and last output of a worker that has died
         self._deaths: dict[int, tuple[str, str]] = {}
+        #: errors to raise, each once
         self._errors: deque[LazyGTError] = deque()
         #: rank -> reason for which the worker has dropped this session
         self._refused: dict[int, str] = {}
         #: rank -> processor usage at its ping, or at the last check since
         self._usage: dict[int, Usage] = {}
+        #: rank whose message is delivered first (round robin)
         self._next_rank = 0
         self._closed = False
 
@@ -124,7 +127,7 @@ class ProcessLink:
         """
         self._pool.refill()
 
-    def look(self) -> None:
+    def update_status(self) -> None:
         """Do nothing: no rank is on another host."""
 
     def last_step(self, rank: int) -> tuple[int, int]:
@@ -287,7 +290,13 @@ class ProcessLink:
         return ProtocolError(f"worker {rank} dropped this session: {self._refused[rank]}")
 
     def _wait(self, until: float | None, beside: int | None) -> bool:
-        """Wait for an event, with all arrived messages received; False at the end of the wait."""
+        """Wait for an event; return False if the caller has to stop waiting, True to look again.
+
+        Called when no message is left. Pings quiet workers and records deaths meanwhile.
+
+        Raises:
+            WorkerDied, WorkerFrozen, ProtocolError: as ``receive``.
+        """
         self._receive_pongs()
         now = time.monotonic()
         if now >= self._next_check:

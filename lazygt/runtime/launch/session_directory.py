@@ -29,6 +29,7 @@ _CONTENT = re.compile(
     rf"{re.escape(RECORD)}|data\d+|control\d+|rendezvous\d+|group\.\d+|transfer|groups-\d+|group-[\d-]+"
 )
 _MODE = 0o700
+#: Types of a record's fields, see `_process`.
 _KINDS = {"pid": int, "start": int, "boot": str, "namespace": str}
 _MOST_BYTES = 4096  # of a record
 
@@ -53,6 +54,7 @@ class SessionDirectory:
             raise
 
     def _begin(self) -> None:
+        """Lock the directory, and write its record."""
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         with open(create(Path(RECORD), self._fd), "w") as file:
             json.dump(_process(os.getpid()), file)
@@ -88,6 +90,7 @@ def _short_base() -> Path:
 
 
 def _sweep(base: Path) -> None:
+    """Remove the directories that killed sessions have left in a folder."""
     for path in base.glob("lazygt-*"):
         # gone meanwhile, not a directory, not ours to enter, or locked: a session that lives
         with suppress(OSError), _opened(path) as fd:
@@ -98,6 +101,7 @@ def _sweep(base: Path) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
+    """Context with the descriptor of a directory; links are not followed."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield fd
@@ -162,7 +166,7 @@ def _remove(path: Path, fd: int) -> None:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """Return a key of a process, unique over all machines; ``start`` is None if it has gone."""
+    """Return the record of a process, unique over all machines; ``start`` None: it has gone."""
     return {
         "pid": pid,
         "start": processes.start(pid),

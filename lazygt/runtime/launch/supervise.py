@@ -30,12 +30,13 @@ class DeathWatch(threading.Thread):
 
     Args:
         living: returns the pidfds of the processes that have not ended.
-        look: the handler; it may be called without a new end, and must find the ended processes.
+        on_death: the handler; it may be called without a new end, and must find the ended
+            processes.
     """
 
-    def __init__(self, living: Callable[[], Sequence[int]], look: Callable[[], object]) -> None:
+    def __init__(self, living: Callable[[], Sequence[int]], on_death: Callable[[], object]) -> None:
         super().__init__(name="lazygt-deaths", daemon=True)
-        self._living, self._look = living, look
+        self._living, self._on_death = living, on_death
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = False
 
@@ -44,27 +45,27 @@ class DeathWatch(threading.Thread):
         try:
             while not self._ended:
                 living = self._living()  # a later death ends the wait
-                self._look()
+                self._on_death()
                 self._wait(living)
         finally:
             os.close(self._eventfd)
 
     def _wait(self, living: Sequence[int]) -> None:
-        """Wait until a process ends, or until `look_again` or `end` is called."""
+        """Wait until a process ends, or until `processes_changed` or `end` is called."""
         poller = select.poll()
         for descriptor in (self._eventfd, *living):
             poller.register(descriptor, select.POLLIN)
         if self._eventfd in [descriptor for descriptor, _ in poller.poll()]:
             os.eventfd_read(self._eventfd)
 
-    def look_again(self) -> None:
-        """Read the set of processes again, after it has changed."""
+    def processes_changed(self) -> None:
+        """Have the thread read the set of processes again, after it has changed."""
         os.eventfd_write(self._eventfd, 1)
 
     def end(self) -> None:
-        """Stop watching: once this returns, ``look`` is not running."""
+        """Stop watching: once this returns, ``on_death`` is not running."""
         self._ended = True
-        self.look_again()
+        self.processes_changed()
         self.join()
 
 
@@ -134,10 +135,12 @@ Instruction = Ping | ReportDied | ReportFrozen
 
 @dataclass(slots=True)
 class _State:
+    """State of one worker."""
+
     started: bool = False
     dead: bool = False
     frozen: bool = False
-    answered: float = 0.0
+    answered: float = 0.0  # time of the last sign of life
     #: time from which the pinged worker counts as frozen; None: no ping is unanswered
     due: float | None = None
     #: processor time that may still extend ``due``
@@ -167,6 +170,7 @@ class Watch:
         self.silence = min(frozen_after / 4, _LONGEST_SILENCE)
         self._states = [_State(answered=now) for _ in range(world_size)]
         self._last_tick = now
+        #: no worker is reported as frozen before this time
         self._no_report_before = now
 
     @property

@@ -30,9 +30,9 @@ from lazygt.runtime.launch.start_plan import LinkSpec, StartPlan, check_limits
 from lazygt.runtime.launch.supervise import DeathWatch
 
 _ORDERLY_SECONDS = 2.0  # for a worker to finish what it does and to leave its group
-_TERMINATE_SECONDS = 1.0
-_KILL_SECONDS = 10.0
-_LAST_WORDS_SECONDS = 0.02
+_TERMINATE_SECONDS = 1.0  # for it to end after SIGTERM
+_KILL_SECONDS = 10.0  # for it to end after SIGKILL
+_LAST_WORDS_SECONDS = 0.02  # for the last messages of an ended worker to arrive
 SNAPSHOT_BYTES = 64 << 20  # size of the first segment if no arena has a given size
 
 
@@ -168,7 +168,7 @@ class WorkerPool:
         self._spare_count = spec.spares
         self.refill()
         if spec.snapshots:
-            self._death_watch = DeathWatch(self._live_pidfds, self.prepare)
+            self._death_watch = DeathWatch(self._live_pidfds, self.start_replacements)
             self._death_watch.start()
 
     def _create_memory(self, spec: LinkSpec, memory: HostMemory) -> None:
@@ -204,7 +204,7 @@ class WorkerPool:
         self._register_worker(rank)
         self._update_workers()
         if self._death_watch is not None:
-            self._death_watch.look_again()
+            self._death_watch.processes_changed()
 
     def refill(self) -> None:
         """Start spare processes up to the configured number.
@@ -214,7 +214,7 @@ class WorkerPool:
         """
         self._start_spares(self._spare_count)
 
-    def prepare(self) -> None:
+    def start_replacements(self) -> None:
         """Start a spare process for each worker that has died, ahead of `replace`.
 
         The process loads its modules while the program goes on. Called by the `DeathWatch`.

@@ -70,7 +70,7 @@ class InlineLink:
     def refill(self) -> None:
         """Do nothing: there are no spare processes."""
 
-    def look(self) -> None:
+    def update_status(self) -> None:
         """Do nothing: there are no status pages."""
 
     def last_step(self, rank: int) -> tuple[int, int]:
@@ -82,7 +82,12 @@ class InlineLink:
         raise LazyGTError("an inline worker takes no snapshots; please report this")
 
     def native_fetcher(self, make: Any, *arguments: Any) -> Any:
-        """Return a fetcher that calls the worker's known runs."""
+        """Return a fetcher in C++ that calls the worker's known runs; None without native code.
+
+        Args:
+            make: the extension's class of fetchers.
+            arguments: the fetcher's other arguments.
+        """
         known = self._worker.known_runs
         return (
             None if known is None else make.inline(*arguments, known.runs, self._known_run_replies)
@@ -148,12 +153,13 @@ class DryWorker(Worker):
     def _run_plan(
         self, executor: EagerExecutor, inputs: list[Value], params: tuple[Any, ...]
     ) -> Outcome:
+        """Return placeholders of the outputs: meta tensors, without running anything."""
         plan = executor.plan
         values = list(inputs)
         for node in plan.graph.nodes:
             values.extend(_placeholder(node, meta) for meta in node.results)
         outputs = [values[number] for number in plan.graph.outputs]
-        returned = _dynamic_results(plan) if plan.asks else None
+        returned = _dynamic_results(plan) if plan.returns_dynamic else None
         return Outcome(outputs, [], returned, [])
 
 

@@ -88,8 +88,9 @@ class KnownPlan:
     """Per-plan state of a worker that survives the eviction of the executor.
 
     Attributes:
-        inputs, frees: delta codecs of the lists of ids.
+        inputs, frees: delta codecs of the ids of a run's inputs, and of the values freed by it.
         params: run-time numbers of the last run.
+        mismatch: failure of each run, if the ranks' plans launch different collectives.
     """
 
     def __init__(self, plans_differ: bool) -> None:
@@ -116,6 +117,7 @@ class ShippedPlans:
         self.executors: Recent[bytes, EagerExecutor] = Recent(
             config.max_plans, config.max_plan_bytes
         )
+        #: name of a plan -> its state
         self.known: dict[bytes, KnownPlan] = {}
         #: templates of the cached plans
         self.templates: WeakValueDictionary[bytes, PlanTemplate] = WeakValueDictionary()
@@ -128,13 +130,16 @@ class ShippedPlans:
         """Evict all executors; their plans are requested again when they run."""
         self.executors.clear()
 
-    def begin_anew(self) -> None:
+    def reset_codecs(self) -> None:
         """Reset the delta codecs: the next runs send full lists of ids."""
         for known in self.known.values():
             known.inputs, known.frees, known.params = DeltaCodec(), DeltaCodec(), ()
 
     def take(self, message: Ship, frames: Sequence[Buffer]) -> Swapped | None:
-        """Receive a plan; return the answer of a failed swap to compiled code, else None.
+        """Receive a plan, and build its executor.
+
+        Returns:
+            The answer of a failed swap to compiled code; else None.
 
         Raises:
             ProtocolError: the content does not match its name, or is no program.
@@ -207,7 +212,7 @@ class ShippedPlans:
                 )
             if buffers:
                 record, code = buffers
-                self._artifacts.take(key, bytes(record), bytes(code))
+                self._artifacts.store_copy(key, bytes(record), bytes(code))
             lacks = bool(key) and self._artifacts.find(key) is None
             if key and not lacks:
                 load(self._artifacts.code(key), self._device)
@@ -222,13 +227,16 @@ class ShippedPlans:
         self.executors.keep(digest, executor, size)
 
     def executor(self, digest: bytes) -> EagerExecutor | None:
-        """Return the current executor of a plan; None if it was evicted."""
+        """Return the executor for the next run of a plan; None if it was evicted.
+
+        If CUDA graphs were given up, that is the one that they wrap.
+        """
         executor = self.executors.get(digest)
         given_up = isinstance(executor, GraphedExecutor) and executor.given_up
         return executor.plain if executor is not None and given_up else executor
 
     def pending_reports(self, digest: bytes) -> list[Relaid | Captured]:
-        """Return the messages to send before the answer to a plan's run.
+        """Return the messages to send before the answer to a plan's run; each is returned once.
 
         These report results with unexpected strides, and the decision about CUDA graphs.
         """
@@ -237,7 +245,7 @@ class ShippedPlans:
             return []
         reports: list[Relaid | Captured] = []
         plain = executor.plain
-        relaid, plain.interpreter.relaid = plain.interpreter.relaid, []
+        relaid, plain.interpreter.unexpected_strides = plain.interpreter.unexpected_strides, []
         # in compiled plans nodes have other numbers; their steps were compared before
         if relaid and plain.schedule is plain.plan.steps:
             reports.append(Relaid(digest, tuple(relaid)))

@@ -84,6 +84,9 @@ class Worker:
         copier: factory of the copier of values, called at the first transfer.
         encode: encoder of the replies that ``handle`` returns.
         snapshots: memory for copies of the values that outlive this process.
+
+    Attributes:
+        known_runs: runs of known plans in C++; None without native code.
     """
 
     def __init__(
@@ -264,7 +267,10 @@ class Worker:
         return [self._encode(Left(self._group))]
 
     def _renew(self, message: Renew) -> None:
-        """Join a new process group; all ranks do, after all have answered all runs."""
+        """Join a new process group; the client waits for all runs' answers before it asks for one.
+
+        With NCCL, values computed since the ranks parted are marked as failed.
+        """
         process_group = group.current()
         if process_group is not None and process_group.nccl:
             self._fail_values_since(message.since)
@@ -279,14 +285,14 @@ class Worker:
         """
         if self._snapshots is None:
             raise ProtocolError("this worker was started without memory for snapshots")
-        self.plans.begin_anew()
+        self.plans.reset_codecs()
         return self._snapshots.take(message, self.store, self._dynamic.next_id, self._random.state)
 
     def _restore(self, message: Restore) -> Restored:
         """Restore a snapshot. All ranks then repeat the runs after it."""
         if self._snapshots is None:
             raise ProtocolError("this worker was started without memory for snapshots")
-        self.plans.begin_anew()
+        self.plans.reset_codecs()
         self.plans.clear()
         self._waiting.clear()
         self._snapshots.restore(message, self.store)
@@ -300,7 +306,7 @@ class Worker:
     def _fail_values_since(self, since: int) -> None:
         """Mark all values from an id on as failed: NCCL does not report the complete ones."""
         why = Failure(-1, COLLECTIVE_ERROR, "the ranks parted while it was being computed")
-        for key in self.store.made_since(since):
+        for key in self.store.ids_since(since):
             self.store.put(key, Failed(why))
 
     # -- runs ----------------------------------------------------------------------------
@@ -308,7 +314,7 @@ class Worker:
     def _run(self, run: Run, buffers: Sequence[Buffer]) -> list[Buffer]:
         """Do a run: receive uploads, execute the plan, fetch values; return the encoded answer."""
         if run.timed:
-            kernels.finish(self.device)
+            kernels.synchronize(self.device)
         begin = time.monotonic_ns() if run.timed else 0
         done = Done(run.seq)
         for offset in run.releases:
@@ -329,23 +335,24 @@ class Worker:
         return self._encode(done, replies)
 
     def finished(self, unfinished: Unfinished) -> list[Buffer]:
-        """Finish a known run after its program has ended or stopped at some node."""
+        """Finish a run that C++ has begun: remaining nodes and fetches; return the answer."""
         seq, base, digest, fetches, stopped = unfinished
         done = Done(seq)
         if stopped is not None:
             executor = self.plans.executor(digest)
             assert executor is not None
-            outcome = executor.go_on(Stopped(*stopped), self.plans.known[digest].params)
+            outcome = executor.finish_run(Stopped(*stopped), self.plans.known[digest].params)
             self._store_outputs(executor.plan, seq, base, outcome, done)
         return self._encode(done, self._fetch_values(fetches, done))
 
     def _fetch_values(
         self, fetches: Sequence[int], done: Done, synchronous: bool = False
     ) -> list[Buffer]:
-        """Note fetched values, or their failures, in ``done``; return their buffers.
+        """Add fetched values, or their failures, to ``done``; return the values' buffers.
 
         Args:
-            synchronous: each op has ended before the next began.
+            fetches: ids of the values.
+            synchronous: each op has ended before the next began, so a failure's op is its cause.
 
         Raises:
             _DeviceLost: a failure has made the device unusable.
@@ -363,10 +370,17 @@ class Worker:
         return replies
 
     def _execute(self, run: Run, done: Done) -> None:
-        """Execute a run's plan on its inputs; store outputs, and note failures in ``done``."""
+        """Execute a run's plan on its inputs; store outputs, and add failures to ``done``.
+
+        If the ranks' plans launch different collectives, all outputs fail and nothing is run.
+
+        Raises:
+            ProtocolError: the number of inputs or of run-time numbers is wrong.
+        """
         assert run.digest is not None
         executor, known = self.plans.executor(run.digest), self.plans.known[run.digest]
         assert executor is not None
+        # the message has only the ids that are not predicted from the plan's last run
         ids = known.inputs.decode(run.inputs, run.base)
         frees = known.frees.decode(run.frees, run.base)
         if run.params is not None:
@@ -409,10 +423,15 @@ class Worker:
         self._flags = flags
 
     def _store_outputs(self, plan: Plan, seq: int, base: int, outcome: Outcome, done: Done) -> None:
-        """Store the outputs of a run, and note its failures and data-dependent results."""
+        """Store the outputs of a run; add its failures and data-dependent results to ``done``.
+
+        Args:
+            seq: number of the run.
+            base: id of its first output; the others follow.
+        """
         self.store.put_from(base, _with_run_number(outcome.outputs, seq))
         done.failures = [failure.during(seq) for failure in outcome.failures]
-        if plan.asks:
+        if plan.returns_dynamic:
             self._dynamic.describe(outcome, done, seq, len(plan.steps.graph.nodes) - 1)
 
     def _mismatch(self, plan: Plan, run: int, plans_differ: bool) -> Failure | None:
@@ -425,10 +444,18 @@ class Worker:
         )
 
     def _plan_inputs(self, schedule: Schedule, ids: list[int], frees: list[int]) -> list[Value]:
-        """Return a plan's inputs; an input that the plan overwrites but does not own is copied."""
+        """Return a plan's inputs; those that it overwrites are copied if others may read them.
+
+        No copy is needed for a value that is freed with this run, unless it lies in the client's
+        memory (is borrowed, see `Store`).
+
+        Args:
+            ids: ids of the inputs.
+            frees: ids of the values that the run frees, after this call.
+        """
         inputs = self.store.get_all(ids)
         freed = set(frees)
-        for position in schedule.writes.owned_inputs:
+        for position in schedule.writes.overwritten_inputs:
             value, key = inputs[position], ids[position]
             if type(value) is not Failed and (key not in freed or self.store.is_borrowed(key)):
                 inputs[position] = kernels.clone(value)  # type: ignore[arg-type]
@@ -437,7 +464,7 @@ class Worker:
     def _run_plan(
         self, executor: EagerExecutor, inputs: list[Value], params: tuple[Any, ...]
     ) -> Outcome:
-        """Run a plan with this worker's random stream."""
+        """Run a plan; its random ops draw from this worker's stream."""
         if not executor.plan.draws:
             return executor.run(inputs, params)
         with self._random.lent():

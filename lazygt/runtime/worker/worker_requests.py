@@ -1,4 +1,4 @@
-"""Data-dependent results: described to the client, and stored under the worker's ids."""
+"""Parts of a worker beside runs: weight transfers, status, memory, data-dependent results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,12 @@ class WeightCopier(Protocol):
     def copy_packed(
         self, packed: Any, value_of: Callable[[int], torch.Tensor]
     ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Carry out a request; return the checksums of the copied blocks, and handles to them."""
+        """Carry out a request; return the checksums of the copied blocks, and handles to them.
+
+        Args:
+            packed: the request, as ``Write.request`` has it.
+            value_of: returns the value of an id.
+        """
 
     def close(self) -> None:
         """Release its resources."""
@@ -129,7 +134,7 @@ class WorkerInsight:
         return () if process_group is None else process_group.late()
 
     def step(self, run: int) -> int:
-        """Return the current step of a timed run; -1 if unknown."""
+        """Return the step that run number ``run``, a timed one, has begun last; -1 if unknown."""
         marked_run, step = (0, -1) if self._marked is None else self._marked()
         return step if marked_run == run else -1
 
@@ -230,9 +235,13 @@ class DynamicResults:
         self.next_id = DYNAMIC_IDS
 
     def describe(self, outcome: Outcome, done: Done, seq: int, last: int) -> None:
-        """Write the description of the data-dependent ``last`` node's results to ``done.reply``.
+        """Set ``done.reply`` to a description of a data-dependent last node's results.
 
-        The tensors themselves stay in the worker's store.
+        The tensors themselves stay in the worker's store, under new ids.
+
+        Args:
+            seq: number of the run.
+            last: number of the node.
         """
         if type(outcome.returned) is Failed:
             done.reply = Reply(failure=outcome.returned.failure.during(seq))

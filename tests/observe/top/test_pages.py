@@ -201,13 +201,13 @@ def test_a_reporter_tells_of_the_main_thread(file, monkeypatch) -> None:
     pages, fd = file
     activity, insight = Activity(), FakeInsight()
     reporter = Reporter(os.dup(fd), None, activity)
-    reporter.look()
+    reporter.update()
     assert pages.read(1) is None  # it has no rank yet
     reporter.rank = 0
 
     def now() -> WorkerPage:
         reporter._next = reporter._measure_at = 0.0
-        reporter.look()
+        reporter.update()
         return decoded(pages.read(1)[1], WorkerPage)
 
     assert now().state == "starting"
@@ -224,7 +224,7 @@ def test_a_reporter_tells_of_the_main_thread(file, monkeypatch) -> None:
     assert (idle.state, idle.run, idle.done, idle.waits_for) == ("idle", 12, 1, ())
     assert (idle.living, idle.allocated, idle.peak, idle.resident) == (10, 20, 30, 40)
     assert insight.weighed == 1
-    reporter.look()  # a moment ago
+    reporter.update()  # a moment ago
     assert insight.weighed == 1
 
 

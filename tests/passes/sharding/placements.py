@@ -10,7 +10,7 @@ from lazygt.graph.node import Node
 from lazygt.graph.placement import Placement, Replicate
 from lazygt.machine import Figure, LinkFigures, Machine, default_machine
 from lazygt.passes.sharding.axis import build_problem
-from lazygt.passes.sharding.choose import Question, reshard_kind, reshard_seconds
+from lazygt.passes.sharding.choose import AxisProblem, reshard_kind, reshard_seconds
 from lazygt.passes.sharding.choose.solver import Solution
 from lazygt.passes.sharding.marks import Annotation
 from lazygt.passes.sharding.rules import strategies_of
@@ -53,7 +53,7 @@ def question_of(
     machine: Machine = GPU,
     outputs: Sequence[Sequence[Placement] | None] = (),
     explore: bool = False,
-) -> Question:
+) -> AxisProblem:
     metas = graph.values
 
     def rows(node: Node) -> Sequence[Strategy]:
@@ -64,7 +64,7 @@ def question_of(
 
 def collectives(
     graph: Graph,
-    question: Question,
+    question: AxisProblem,
     solution: Solution,
     annotations: Annotations | None = None,
     outputs: Sequence[Sequence[Placement] | None] = (),

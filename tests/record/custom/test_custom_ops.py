@@ -554,8 +554,8 @@ def test_torchs_libraries_are_its_own_behind_a_symbolic_link(
     link = tmp_path / "torch"
     link.symlink_to(os.path.dirname(torch.__file__))
     monkeypatch.setattr(registry, "_TORCH", f"{link}{os.sep}")
-    registry._of_torch.cache_clear()
+    registry._torchs_libraries.cache_clear()
     try:
         assert registry.libraries_with("_c10d_functional", "all_reduce") == ()
     finally:
-        registry._of_torch.cache_clear()
+        registry._torchs_libraries.cache_clear()

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import lazygt
-from lazygt.record.formulas.decompositions import KERNELS_OF_THEIR_OWN
+from lazygt.record.formulas.decompositions import CPU_KERNELS
 from tests.conformance import streams
 from tests.support.bits import drawn, same
 
@@ -25,7 +25,7 @@ def test_every_composite_with_a_kernel_on_cpus_is_recorded_as_it_is() -> None:
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and has(name, "CPU") and has(name, "CompositeImplicitAutograd")
     }
-    assert found == set(KERNELS_OF_THEIR_OWN)
+    assert found == set(CPU_KERNELS)
 
 
 @pytest.mark.parametrize("f", [F.silu, F.mish])

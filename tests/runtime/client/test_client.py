@@ -116,11 +116,11 @@ def test_upload_is_kept_until_snapshot_covers_its_reader(arena) -> None:
     uploads.was_read(offsets[0], 1, 2)
     uploads.was_read(offsets[1], 1, 2)
     assert uploads.retained_bytes == META.nbytes
-    uploads.covered(1)
+    uploads.free_up_to(1)
     assert arena.bytes_in_use == held
     uploads.read_again(offsets[0], 0, 1)  # once more after a recovery: it is known
     uploads.read_again(offsets[1], 1, 2)
-    uploads.covered(2)
+    uploads.free_up_to(2)
     assert (arena.bytes_in_use, uploads.retained_bytes) == (held // 2, 0)
     uploads.read_again(offsets[1], 0, 3)
     uploads.stop_retaining()
@@ -188,7 +188,7 @@ def test_the_same_failure_on_two_ranks_is_one_error_that_is_raised_once() -> Non
         failures.note(1, rank, failure, describe, errors)
     error = failures.error(0, failure)
     assert failures.error(1, failure) is error
-    assert failures.take(error) is error
+    assert failures.resolve(error) is error
     assert failures.first is None
     failures.note(1, 2, failure, describe, errors)  # a rank that answers late
     assert failures.first is None
@@ -200,7 +200,7 @@ def test_the_cause_is_raised_in_place_of_its_consequence() -> None:
     failures.note(1, 0, stuck, describe, errors)
     failures.note(1, 1, cause, describe, errors)
     assert failures.first is failures.error(0, stuck)
-    assert failures.take(failures.first) is failures.error(1, cause)
+    assert failures.resolve(failures.first) is failures.error(1, cause)
     assert failures.first is None
 
 
@@ -211,7 +211,7 @@ def test_a_collective_after_ranks_have_parted_names_why_they_did() -> None:
     errors: list[ExecutionError] = []
     failures.note(7, 1, early, describe, errors)
     failures.note(7, 2, Failure(2, "KeyError", "bad", seq=7), describe, errors)
-    raised = failures.take(failures.error(0, late))
+    raised = failures.resolve(failures.error(0, late))
     assert (raised.op, raised.where, raised.rank) == ("aten.op5", "user.py:5", 0)
     assert "since aten.op2 failed on worker 2, recorded at user.py:2: KeyError: bad" in str(raised)
     assert raised.__cause__ is failures.error(2, Failure(2, "KeyError", "bad", seq=7))
@@ -222,12 +222,12 @@ def test_a_failure_that_parts_ranks_in_a_later_run_is_still_their_cause() -> Non
     failures = Failures()
     cause = Failure(2, "KeyError", "bad", seq=1)
     failures.note(1, 1, cause, describe, [])
-    known = failures.take(failures.error(1, cause))
+    known = failures.resolve(failures.error(1, cause))
     errors: list[ExecutionError] = []
     stuck = Failure(2, COLLECTIVE_ERROR, "it left", seq=4)
     failures.note(4, 0, stuck, describe, errors)
     failures.note(4, 1, cause, describe, errors)  # told again: rank 1 parts with the others
-    assert failures.take(failures.error(0, stuck)) is known
+    assert failures.resolve(failures.error(0, stuck)) is known
     assert failures.first is None
 
 
@@ -243,13 +243,13 @@ def test_ranks_that_meet_again_may_part_for_another_reason() -> None:
     stuck, cause = parted(3, "KeyError")
     failures.group_renewed()
     late, other = parted(6, "IndexError")
-    assert failures.take(late) is other
-    assert failures.take(stuck) is cause
+    assert failures.resolve(late) is other
+    assert failures.resolve(stuck) is cause
     failures.group_renewed()
     told: list[ExecutionError] = []
     failures.note(9, 0, Failure(5, COLLECTIVE_ERROR, "it left", 3), describe, told)
     failures.note(9, 1, Failure(7, COLLECTIVE_ERROR, "it left", 9), describe, told)
-    assert failures.take(told[1]) is cause, "a value of the first break was used in the third"
+    assert failures.resolve(told[1]) is cause, "a value of the first break was used in the third"
     assert not failures.mismatched
 
 
@@ -260,7 +260,7 @@ def test_after_a_mismatch_a_collective_says_that_the_session_is_over() -> None:
     failures.note(2, 0, late, describe, [])
     assert failures.mismatched
     with pytest.raises(ExecutionError, match="Open a new session to run collectives again"):
-        raise failures.take(failures.error(0, late))
+        raise failures.resolve(failures.error(0, late))
 
 
 def test_a_failure_can_be_reported_in_another_way() -> None:

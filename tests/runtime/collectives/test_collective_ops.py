@@ -97,8 +97,8 @@ def test_a_mesh_runs_through_its_last_axis_fastest() -> None:
     assert (mesh.world_size, str(mesh)) == (6, "data=2,model=3")
     assert [mesh.index(rank, "data") for rank in range(6)] == [0, 0, 0, 1, 1, 1]
     assert [mesh.index(rank, "model") for rank in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert mesh.lines("model") == [(0, 1, 2), (3, 4, 5)]
-    assert mesh.lines("data") == [(0, 3), (1, 4), (2, 5)]
+    assert mesh.axis_groups("model") == [(0, 1, 2), (3, 4, 5)]
+    assert mesh.axis_groups("data") == [(0, 3), (1, 4), (2, 5)]
 
 
 @pytest.mark.parametrize("text", ["data", "data=", "data=x", "=2", "data=2,data=2", "a b=2"])

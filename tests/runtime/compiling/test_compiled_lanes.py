@@ -127,7 +127,7 @@ def test_compiled_lanes_match_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     key = group.key("cpu")
     told = service.answer({
         "key": key, "body": graph_codec.encode_graph(group.body), "writes": group.writes,
-        "fresh": group.fresh, "flat": group.flat, "open_dims": group.open_dims,
+        "fresh": group.fresh, "flat": group.flat, "dynamic_dims": group.dynamic_dims,
         "lanes": group.lanes, "device": "cpu",
     }, cache)  # fmt: skip
     assert told == {"key": key, "error": ""}

@@ -114,7 +114,7 @@ def test_unanswered_install_is_requested_again_after_recovery(cache: Cache, far:
     installs = installs_of(cache, far)
     installs.ready([KEY])
     far.told.clear()
-    installs.again()
+    installs.repeat_requests()
     assert far.answer(installs) == [(2, 0), (4, 0), (2, 2), (4, 2)]
     assert installs.ready([KEY])
     assert (installs.error, installs.pending) == ("", set())
@@ -127,7 +127,7 @@ def test_new_host_gets_artifacts_of_plans(cache: Cache, far: Far) -> None:
     far.answer(installs)
     assert installs.ready(["", KEY])
     far.hosts = {0: 2, 2: 4}  # in the place of a lost one
-    installs.again()
+    installs.repeat_requests()
     assert installs.pending == {("", 2), (KEY, 2)}
     assert sorted(far.answer(installs)) == [(4, 0), (4, 2)]
     assert installs.ready(["", KEY])
@@ -201,7 +201,7 @@ def test_an_artifact_that_is_gone_is_not_sent(cache: Cache, far: Far) -> None:
 
 def test_unrequested_install_reply_is_protocol_error() -> None:
     with lazygt.session(compile="off", launcher="inline") as session, pytest.raises(ProtocolError):
-        session._client.take((0, encode(Installed(KEY))))
+        session._client.handle((0, encode(Installed(KEY))))
 
 
 # -- sessions --------------------------------------------------------------------------------

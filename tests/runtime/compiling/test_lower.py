@@ -201,7 +201,7 @@ def request_of(group: KernelGroup) -> dict[str, Any]:
     return {
         "key": group.key("cpu"), "body": graph_codec.encode_graph(group.body),
         "writes": group.writes, "fresh": group.fresh, "flat": group.flat,
-        "open_dims": group.open_dims, "lanes": group.lanes, "device": "cpu",
+        "dynamic_dims": group.dynamic_dims, "lanes": group.lanes, "device": "cpu",
     }  # fmt: skip
 
 

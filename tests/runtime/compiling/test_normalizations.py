@@ -169,8 +169,8 @@ def test_compiled_normalizations_match_eager(
     key = group.key("cpu")
     told = answer({
         "key": key, "body": graph_codec.encode_graph(group.body), "writes": group.writes,
-        "fresh": group.fresh, "flat": group.flat, "open_dims": group.open_dims, "device": "cpu",
-        "lanes": group.lanes,
+        "fresh": group.fresh, "flat": group.flat, "dynamic_dims": group.dynamic_dims,
+        "device": "cpu", "lanes": group.lanes,
     }, cache)  # fmt: skip
     assert told == {"key": key, "error": ""}
     given = operands(group)

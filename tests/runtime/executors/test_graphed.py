@@ -229,7 +229,9 @@ def test_op_failing_capture_runs_between_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     both = Both(WAITS)
-    monkeypatch.setattr(both.graphs, "nobody_waits", nullcontext)  # so that nothing is found before
+    monkeypatch.setattr(
+        both.graphs, "forbid_synchronization", nullcontext
+    )  # so that nothing is found before
     for _ in range(10):
         both.run([torch.rand(4), torch.tensor([1, 2, 0, 1])])
     (news,) = both.news

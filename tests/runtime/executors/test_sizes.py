@@ -201,8 +201,8 @@ def test_other_strides_are_laid_out_and_told_and_nothing_is_written_twice() -> N
         theirs, interpreter = careful(executor, normed(7, torch.channels_last))
         assert ours.failures == []
         same_outcomes(ours, theirs)
-    assert interpreter.relaid
-    assert executor.interpreter.relaid == interpreter.relaid
+    assert interpreter.unexpected_strides
+    assert executor.interpreter.unexpected_strides == interpreter.unexpected_strides
 
 
 # -- whole programs --------------------------------------------------------------------------------

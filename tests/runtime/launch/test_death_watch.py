@@ -49,7 +49,7 @@ def test_each_death_is_heard_of() -> None:
     lives.end(first)
     hears_of(first)
     third = lives.begin()
-    watch.look_again()
+    watch.processes_changed()
     lives.end(third)  # perhaps before it is watched
     hears_of(first, third)
     lives.end(second)

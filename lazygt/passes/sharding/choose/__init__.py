@@ -30,7 +30,7 @@ from lazygt.graph.placement import (
     Placement,
     Replicate,
     StridedShard,
-    around,
+    outer_and_inner,
     whole_groups,
 )
 from lazygt.machine import Machine, collective_seconds
@@ -117,14 +117,14 @@ def rows_sent(source: Cut, target: Cut, axis_size: int) -> float | None:
     """
     if source.dim != target.dim:
         return None
-    group_counts = [around(placement) for placement in (source, target)]
+    group_counts = [outer_and_inner(placement) for placement in (source, target)]
     size = (
         math.lcm(*[outer for outer, _ in group_counts])
         * axis_size
         * max(inner for _, inner in group_counts)
     )
     move = rows_between(source, target, size, axis_size)
-    return None if move is None else move.most / size
+    return None if move is None else move.most_rows_sent / size
 
 
 #: Placements in which one value is available, or wanted, at the same time.
@@ -137,13 +137,13 @@ class ReshardingCosts:
     """Cached redistribution costs on one axis, in ticks; equal tables are one array.
 
     Args:
-        parts: number of ranks of the axis.
+        axis_size: number of ranks of the axis.
     """
 
-    def __init__(self, machine: Machine, parts: int) -> None:
-        self._machine, self._slices = machine, parts
-        self._move_costs: dict[tuple[Placement, Placement, int], float] = {}
-        self._make_costs: dict[tuple[Copies, Copies, int], float] = {}
+    def __init__(self, machine: Machine, axis_size: int) -> None:
+        self._machine, self._axis_size = machine, axis_size
+        self._direct_costs: dict[tuple[Placement, Placement, int], float] = {}
+        self._total_costs: dict[tuple[Copies, Copies, int], float] = {}
         self._interned_options: dict[Options, Options] = {}
         self._tables: dict[tuple[int, int, int], Table | None] = {}
         self._copies: dict[tuple[int, int], Table | None] = {}
@@ -152,36 +152,37 @@ class ReshardingCosts:
         """Intern options; ``table`` and ``copies`` take interned options only."""
         return self._interned_options.setdefault(options, options)
 
-    def move(self, source: Placement, target: Placement, nbytes: int) -> float:
+    def direct_cost(self, source: Placement, target: Placement, nbytes: int) -> float:
         """Return the cost of redistributing a value of ``nbytes``."""
         key = source, target, nbytes
-        cost = self._move_costs.get(key)
+        cost = self._direct_costs.get(key)
         if cost is None:
-            duration = reshard_seconds(self._machine, source, target, nbytes, self._slices)
-            cost = self._move_costs[key] = ticks(duration)
+            duration = reshard_seconds(self._machine, source, target, nbytes, self._axis_size)
+            cost = self._direct_costs[key] = ticks(duration)
         return cost
 
-    def make(self, available: Copies, wanted: Copies, nbytes: int) -> float:
-        """Return the cost of all wanted placements, made from the available ones.
+    def total_cost(self, available: Copies, wanted: Copies, nbytes: int) -> float:
+        """Return the cost of all wanted placements, converted from the available ones.
 
         One intermediate placement is used if that is cheaper.
         """
         key = available, wanted, nbytes
-        cost = self._make_costs.get(key)
+        cost = self._total_costs.get(key)
         if cost is None:
-            cost = self._direct_cost(available, wanted, nbytes)
+            cost = self._one_step_cost(available, wanted, nbytes)
             if len(wanted) > 1 or math.isinf(cost):  # several wanted, or no direct conversion
                 for intermediate in (Replicate(), *wanted):
-                    first = self._direct_cost(available, (intermediate,), nbytes)
-                    cost = min(
-                        cost, first + self._direct_cost((*available, intermediate), wanted, nbytes)
-                    )
-            self._make_costs[key] = cost
+                    first = self._one_step_cost(available, (intermediate,), nbytes)
+                    rest = self._one_step_cost((*available, intermediate), wanted, nbytes)
+                    cost = min(cost, first + rest)
+            self._total_costs[key] = cost
         return cost
 
-    def _direct_cost(self, available: Copies, wanted: Copies, nbytes: int) -> float:
+    def _one_step_cost(self, available: Copies, wanted: Copies, nbytes: int) -> float:
+        """Return the cost of all wanted placements, each converted directly from the cheapest."""
         return sum(
-            min(self.move(source, target, nbytes) for source in available) for target in wanted
+            min(self.direct_cost(source, target, nbytes) for source in available)
+            for target in wanted
         )
 
     def table(self, have: Options, want: Options, nbytes: int) -> Table | None:
@@ -191,7 +192,7 @@ class ReshardingCosts:
         """
         key = id(have), id(want), nbytes
         if key not in self._tables:
-            costs = np.array([[self.make(h, w, nbytes) for w in want] for h in have])
+            costs = np.array([[self.total_cost(h, w, nbytes) for w in want] for h in have])
             self._tables[key] = costs if costs.any() else None
         return self._tables[key]
 
@@ -202,7 +203,7 @@ class ReshardingCosts:
         """
         key = id(have), nbytes
         if key not in self._copies:
-            costs = np.array([self.make(h[:1], h[1:], nbytes) for h in have], dtype=float)
+            costs = np.array([self.total_cost(h[:1], h[1:], nbytes) for h in have], dtype=float)
             self._copies[key] = costs if costs.any() else None
         return self._copies[key]
 
@@ -210,7 +211,7 @@ class ReshardingCosts:
 # -- factors: the time of nodes, and of redistributions --------------------------------------------
 
 R = Replicate()
-_WHOLE = Annotation(R)
+_REPLICATED = Annotation(R)
 #: Weight of a byte of a value that was broadcast from a smaller one. Such a value can be computed
 #: replicated without communication; sharding it pays only if much work is divided.
 _GROWN_WEIGHT = 4
@@ -280,11 +281,13 @@ class Connections:
     """Variables and factors of a graph, value by value.
 
     Args:
+        metas: of every value.
         entries: the strategies of each node.
+        prices: costs of redistributions.
         grown: values that every rank could compute replicated without communication.
 
     Attributes:
-        kept: see ``Question``.
+        provided: see ``AxisProblem``.
     """
 
     def __init__(
@@ -298,7 +301,7 @@ class Connections:
         self.sizes = [len(entry.strategies) for entry in entries]
         self.factors: list[tuple[Scope, Table]] = []
         self.constant = 0.0
-        self.kept: dict[int, tuple[int, Options]] = {}
+        self.provided: dict[int, tuple[int, Options]] = {}
         self._chains, self._entries, self._prices = chains, entries, prices
         self._kinds = list(map(id, entries))
         self._nbytes = [0 if meta is None else meta.nbytes for meta in metas]
@@ -324,15 +327,15 @@ class Connections:
             allowed: output value -> sets of placements; the value must have one of each set.
         """
         cache, kinds, nbytes = self._connected, self._kinds, self._nbytes
-        makers = self._chains.makers
+        producers = self._chains.producers
         for value, users in enumerate(self._chains.users):
-            maker, outputs = makers[value], allowed.get(value, ())
+            producer, outputs = producers[value], allowed.get(value, ())
             if not (users or outputs):
-                self._add_unused(maker)
+                self._add_unused(producer)
                 continue
             key = (
                 nbytes[value],
-                maker and (kinds[maker[0]], maker[1]),
+                producer and (kinds[producer[0]], producer[1]),
                 annotations.get(value),
                 outputs and tuple(map(tuple, outputs)),
                 tuple([kinds[user] for user in users]),
@@ -342,19 +345,19 @@ class Connections:
             if connected is None:
                 connected = self._connect(value, annotations.get(value), outputs)
                 cache[key] = connected
-            self._add(value, connected, (maker[0] if maker else -1, *users, len(self.sizes)))
+            self._add(value, connected, (producer[0] if producer else -1, *users, len(self.sizes)))
 
-    def _add_unused(self, maker: tuple[int, int] | None) -> None:
+    def _add_unused(self, producer: tuple[int, int] | None) -> None:
         """Add the time of a node if its first result is unused."""
-        if maker is not None and not maker[1]:
-            self._add_node_cost(maker[0])
+        if producer is not None and not producer[1]:
+            self._add_node_cost(producer[0])
 
     def _add_node_cost(self, node: int) -> None:
         """Add the time of a node as a factor."""
         entry = self._entries[node]
         if len(entry.costs) == 1:
             self.constant += entry.costs.item()
-        elif entry.works:
+        elif entry.takes_time:
             self.factors.append(((node,), entry.costs))
 
     def _add(self, value: int, connected: _Connected, variables: tuple[int, ...]) -> None:
@@ -366,7 +369,7 @@ class Connections:
         for a, b, table in pairs:
             self.factors.append(((variables[a], variables[b]), table))
         if options is not None:
-            self.kept[value] = variables[-1], options
+            self.provided[value] = variables[-1], options
             self.sizes.append(len(options))
 
     def _connect(
@@ -374,7 +377,7 @@ class Connections:
     ) -> _Connected:
         """Build the factors of a value; see ``_Connected``."""
         nbytes, prices = self._nbytes[value], self._prices
-        maker, users = self._chains.makers[value], self._chains.users[value]
+        producer, users = self._chains.producers[value], self._chains.users[value]
         wants = [
             self._placement_column(user, False, positions) for user, positions in users.items()
         ]
@@ -384,15 +387,15 @@ class Connections:
         ]
         kind = "given" if annotation is None else annotation.kind
         sums, options = _Sums(), None
-        variable = None if maker is None else 0
-        available = self._produced_options(maker, annotation or _WHOLE, wants)
-        if maker is not None and not maker[1] and self._entries[maker[0]].works:
-            sums.charge(0, self._entries[maker[0]].costs)
-        if len(wants) > 1 or kind == ("free" if maker is None else "fixed"):
+        variable = None if producer is None else 0
+        available = self._produced_options(producer, annotation or _REPLICATED, wants)
+        if producer is not None and not producer[1] and self._entries[producer[0]].takes_time:
+            sums.charge(0, self._entries[producer[0]].costs)
+        if len(wants) > 1 or kind == ("free" if producer is None else "fixed"):
             fixed = annotation.placement if annotation is not None and kind == "fixed" else None
             options, own_variable = self._options(available, fixed, wants), len(users) + 1
             sums.charge(own_variable, prices.copies(options, nbytes))
-            if maker is None and annotation is not None and kind == "free":
+            if producer is None and annotation is not None and kind == "free":
                 # one tick: a tie-break
                 is_other = [float(option[0] != annotation.placement) for option in options]
                 sums.charge(own_variable, np.array(is_other))
@@ -408,7 +411,7 @@ class Connections:
         for placements in allowed:
             costs = [
                 min(
-                    prices.make(placements_at_hand, (placement,), nbytes)
+                    prices.total_cost(placements_at_hand, (placement,), nbytes)
                     for placement in placements
                 )
                 for placements_at_hand in available
@@ -417,11 +420,11 @@ class Connections:
         return sums.connected(options)
 
     def _produced_options(
-        self, maker: tuple[int, int] | None, annotation: Annotation, wants: Sequence[Options]
+        self, producer: tuple[int, int] | None, annotation: Annotation, wants: Sequence[Options]
     ) -> Options:
         """Return the placements with which a value may be produced."""
-        if maker is not None:
-            return self._placement_column(maker[0], True, (maker[1],))
+        if producer is not None:
+            return self._placement_column(producer[0], True, (producer[1],))
         placements = {annotation.placement}
         if annotation.kind == "free":
             wanted = {placement for want in wants for option in want for placement in option}
@@ -476,14 +479,14 @@ class Connections:
         return self._prices.options(options)
 
 
-def _provided_placements(maker_options: Options, wants: Sequence[Options]) -> Options:
+def _provided_placements(produced_options: Options, wants: Sequence[Options]) -> Options:
     """Return the options to provide a value in: one placement, or two for several users.
 
     A replicated value serves all users, since shards (and most partial values) are made of it
     without communication, so only a partial value needs a second placement. A shard that the
     producer does not offer is an option only if two users want it.
     """
-    produced = {placement for (placement,) in maker_options}
+    produced = {placement for (placement,) in produced_options}
     if produced == {R}:
         return ((R,),)
     demand = Counter(
@@ -515,7 +518,7 @@ def _provided_placements(maker_options: Options, wants: Sequence[Options]) -> Op
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class AxisProblem:
     """Problem of one axis, with the meaning of its variables."""
 
     problem: Problem  # costs are in ticks (picoseconds)
@@ -523,7 +526,7 @@ class Question:
     entries: Sequence[StrategySet]
     #: value -> (its variable, for each choice the placements provided for its users, in order of
     #: conversion). Any other value is used as produced.
-    kept: Mapping[int, tuple[int, Options]]
+    provided: Mapping[int, tuple[int, Options]]
 
     def strategies(self, solution: Solution) -> list[Strategy]:
         """Return the strategy of each node."""
@@ -531,7 +534,8 @@ class Question:
         return [entry.strategies[choice] for entry, choice in chosen]
 
     def placements(self, solution: Solution) -> dict[int, Copies]:
-        """Return the placements of each value in ``kept``."""
+        """Return the placements of each value in ``provided``."""
         return {
-            v: options[solution.choices[variable]] for v, (variable, options) in self.kept.items()
+            v: options[solution.choices[variable]]
+            for v, (variable, options) in self.provided.items()
         }

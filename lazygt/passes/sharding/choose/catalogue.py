@@ -31,7 +31,7 @@ _TICKS = 1e12
 
 
 def share(meta: TensorMeta | None, placement: Placement, axis_size: int) -> float:
-    """Return the fraction of a value, from 0 to 1, in the largest shard."""
+    """Return the fraction of a value, from 0 to 1, in the largest shard: that of the first rank."""
     if meta is None or not isinstance(placement, Cut):
         return 1.0
     size = meta.shape[placement.dim]
@@ -200,13 +200,13 @@ class StrategySet:
     strategies: tuple[Strategy, ...]  # the replicated one first, then in the order of the op's rule
     costs: npt.NDArray[np.float64]  # the time of each strategy, in ticks
     shares: tuple[float, ...]  # for each strategy the fraction of the node's arithmetic on one rank
-    heavy: bool  # whether the node is a matmul, a convolution or an attention
-    works: bool  # whether the node takes time, unlike a view
-    only_cuts_results: bool  # whether a strategy maps replicated operands to sharded results
+    is_heavy: bool  # whether the node is a matmul, a convolution or an attention
+    takes_time: bool  # whether the node takes time, unlike a view
+    only_shards_results: bool  # whether a strategy maps replicated operands to sharded results
     #: whether the node is an attention, for which gathering keys may cost more than converting
     #: their shards to shards of heads
-    attends: bool
-    takes_sums: bool  # whether the node must read a partial operand as such (``reduce_as``)
+    is_attention: bool
+    keeps_partial: bool  # whether the node must read a partial operand as such (``reduce_as``)
 
     def keep(self, wanted: Callable[[int, Strategy], bool]) -> StrategySet:
         """Return the set filtered by a predicate; the set itself if none or all would remain."""
@@ -236,7 +236,7 @@ class StrategyCatalogue:
         entries: the set of each kind of node, then sets extended by interleaved placements.
         numbers: for each node, the number of its set.
         firsts: the first node of each kind.
-        parts: number of ranks of the axis.
+        axis_size: number of ranks of the axis.
     """
 
     def __init__(
@@ -244,10 +244,10 @@ class StrategyCatalogue:
         chains: DefUse,
         metas: Metas,
         strategies_of: StrategiesOf,
-        parts: int,
+        axis_size: int,
         machine: Machine,
     ) -> None:
-        self._metas, self.parts, self._machine = metas, parts, machine
+        self._metas, self.axis_size, self._machine = metas, axis_size, machine
         kinds: dict[tuple[Any, ...], int] = {}
         self.numbers: list[int] = []
         self.firsts: list[Node] = []
@@ -282,7 +282,7 @@ class StrategyCatalogue:
                 for position, placements in enumerate(reached)
                 for placement in placements
                 for strategy in strided_strategies(
-                    node, self._metas, self.parts, strategies, position, placement
+                    node, self._metas, self.axis_size, strategies, position, placement
                 )
             }
             for strategy in _listed(self._group_strategy(node, reached, wanted)):
@@ -297,22 +297,24 @@ class StrategyCatalogue:
     ) -> Strategy | None:
         """Return the strategy for an interleaved result of ``cat``, or of a slice's backward."""
         if wanted is not None:
-            return packed.put_among(Call(node, self._metas, self.parts), wanted)
+            return packed.put_among(Call(node, self._metas, self.axis_size), wanted)
         if node.op == packed.CAT:
-            return packed.joined_as(Call(node, self._metas, self.parts), reached)
+            return packed.joined_as(Call(node, self._metas, self.axis_size), reached)
         return None
 
     def _entry(self, number: int, strategies: tuple[Strategy, ...]) -> StrategySet:
         """Return the strategy set of kind ``number``, with costs."""
-        node, cost, parts = self.firsts[number], self._costs[number], self.parts
+        node, cost, axis_size = self.firsts[number], self._costs[number], self.axis_size
         operands = [self._metas[value] for value in node.refs()]
         seconds = [
             0.0 if node.op in MARKS
-            else strategy_seconds(self._machine, cost, strategy, operands, node.results, parts)
+            else strategy_seconds(self._machine, cost, strategy, operands, node.results, axis_size)
             for strategy in strategies
         ]  # fmt: skip
         strategies, seconds = _cheapest(strategies, seconds)
-        shares = [work_share(strategy, operands, node.results, parts) for strategy in strategies]
+        shares = [
+            work_share(strategy, operands, node.results, axis_size) for strategy in strategies
+        ]
         costs = np.array(list(map(ticks, seconds)))
         if not (operands or costs.any() or _is_sharded(strategies[0])):
             costs[0] = 1  # allocation takes no time, but a shard needs less memory
@@ -322,7 +324,7 @@ class StrategyCatalogue:
             tuple(shares),
             _is_heavy(node),
             bool(costs.any()),
-            bool(operands) and any(map(_only_cuts_results, strategies)),
+            bool(operands) and any(map(_only_shards_results, strategies)),
             "attention" in node.op,
             node.op == REDUCE_AS,
         )
@@ -422,7 +424,7 @@ def _is_sharded(strategy: Strategy) -> bool:
     return any(placement != Replicate() for placement in (*strategy.inputs, *strategy.outputs))
 
 
-def _only_cuts_results(strategy: Strategy) -> bool:
+def _only_shards_results(strategy: Strategy) -> bool:
     is_cut = [isinstance(placement, Cut) for placement in strategy.inputs]
     return not any(is_cut) and any(isinstance(placement, Cut) for placement in strategy.outputs)
 

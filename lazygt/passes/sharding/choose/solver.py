@@ -74,7 +74,7 @@ class CostTables:
             number = self._of_array[id(table)] = self._intern(table)
         return number
 
-    def part(self, table: int, indices: tuple[int | None, ...]) -> int:
+    def sliced(self, table: int, indices: tuple[int | None, ...]) -> int:
         """Return the number of a slice of a table.
 
         Args:
@@ -86,14 +86,14 @@ class CostTables:
             self._slices[key] = self._intern(self._tables[table][index])
         return self._slices[key]
 
-    def least(self, table: int, axis: int) -> int:
+    def minima(self, table: int, axis: int) -> int:
         """Return the number of the table of minima over one axis."""
         key = ("least", table, axis)
         if key not in self._slices:
             self._slices[key] = self._intern(self._tables[table].min(axis=axis))
         return self._slices[key]
 
-    def turned(self, table: int) -> int:
+    def transposed(self, table: int) -> int:
         """Return the number of the transpose of a table of two axes."""
         number = self._transposes.get(table)
         if number is None:
@@ -101,7 +101,7 @@ class CostTables:
             self._transposes[number] = table
         return number
 
-    def plus(self, a: int, b: int) -> int:
+    def add(self, a: int, b: int) -> int:
         """Return the number of the sum of two tables with the same axes."""
         if a == NONE:
             return b
@@ -137,6 +137,7 @@ class CostTables:
     def _sum(
         self, tables: tuple[int, ...], shape: Scope, larger: Iterable[tuple[int, Scope]]
     ) -> Summed:
+        """Compute ``summed``: broadcast each table to the shape of the sum, add, minimise."""
         terms = [(tables[0], (0,)), *[(t, (0, axis)) for axis, t in enumerate(tables[1:], 1)]]
         terms = [(number, axes) for number, axes in terms if number != NONE]
         if not shape:
@@ -309,7 +310,11 @@ class Elimination:
         return self._tables.summed(key, tuple([self._sizes[u] for u in axis_of]), larger)
 
     def _relax(self, v: int) -> list[tuple[Scope, int]]:
-        """Minimise each factor over ``v`` separately, which relaxes the problem; return them."""
+        """Minimise each factor over ``v`` separately and remove ``v``; return the factors.
+
+        A sum of minima is at most the minimum of the sum, so the rest of the problem has a lower
+        bound of the cost as its optimum (mini-bucket elimination).
+        """
         factors = [
             ((v,), self._unary_tables[v]),
             *[((v, u), table) for u, table in self._pair_tables[v].items()],
@@ -321,7 +326,7 @@ class Elimination:
         self._remove(v)
         for scope, table in factors:
             axis = scope.index(v)
-            self._add(scope[:axis] + scope[axis + 1 :], self._tables.least(table, axis))
+            self._add(scope[:axis] + scope[axis + 1 :], self._tables.minima(table, axis))
         self._queue(self._pair_tables[v])
         return factors
 
@@ -345,7 +350,7 @@ class Elimination:
             if not all(map(is_free, scope)):
                 indices = tuple([None if is_free(v) else self._choices[v] for v in scope])
                 scope = tuple(filter(is_free, scope))
-                number = self._tables.part(number, indices)
+                number = self._tables.sliced(number, indices)
             self._add(scope, number)
 
     def _add(self, scope: Sequence[int], table: int) -> None:
@@ -353,16 +358,16 @@ class Elimination:
         tables = self._tables
         if len(scope) == 1:
             (v,) = scope
-            self._unary_tables[v] = tables.plus(self._unary_tables[v], table)
+            self._unary_tables[v] = tables.add(self._unary_tables[v], table)
         elif len(scope) == 2:
             a, b = scope
             neighbours_of_a = self._pair_tables[a]
             if b in neighbours_of_a:
-                table = tables.plus(neighbours_of_a[b], table)
+                table = tables.add(neighbours_of_a[b], table)
             else:
                 self._entries[a] *= self._sizes[b]
                 self._entries[b] *= self._sizes[a]
-            neighbours_of_a[b], self._pair_tables[b][a] = table, tables.turned(table)
+            neighbours_of_a[b], self._pair_tables[b][a] = table, tables.transposed(table)
         elif scope:
             self._add_larger(tuple(scope), table)
         else:
@@ -463,6 +468,7 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> float:
 
 
 def _check(problem: Problem) -> None:
+    """Raise ValueError for a variable without choices, or a table of another shape than due."""
     sizes = problem.sizes
     if min(sizes, default=1) < 1:
         raise ValueError(f"variable {sizes.index(min(sizes))} has no choices")

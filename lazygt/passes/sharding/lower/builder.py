@@ -31,10 +31,10 @@ from lazygt.graph.placement import (
     Replicate,
     Shard,
     StridedShard,
-    around,
     block_size,
     group_sizes,
     groups,
+    outer_and_inner,
     shard_bounds,
     uneven,
     whole_groups,
@@ -134,7 +134,11 @@ _shapes = Shapes()
 
 
 class Builder:
-    """Graph of rank ``index`` of ``parts`` on mesh axis ``axis``.
+    """Graph of rank ``index`` of ``parts`` ranks on mesh axis ``axis``.
+
+    Args:
+        inputs: local metas of the graph's inputs.
+        params: kinds of its run-time numbers.
 
     Attributes:
         nodes: written so far.
@@ -176,7 +180,7 @@ class Builder:
         """Cache key of the rank: (axis, number of ranks, index of the rank)."""
         return self.axis, self.parts, self._index
 
-    def beside(self, inputs: Sequence[TensorMeta], params: Sequence[str] = ()) -> Builder:
+    def empty_builder(self, inputs: Sequence[TensorMeta], params: Sequence[str] = ()) -> Builder:
         """Return an empty builder for the same rank."""
         return Builder(inputs, params, axis=self.axis, parts=self.parts, index=self._index,
                        device_type=self._device_type)  # fmt: skip
@@ -342,7 +346,7 @@ class Builder:
         dim, received = move.dim, value
         if move.sent:
             outgoing = [
-                self.slice(value, dim, *range_) for range_ in move.given(self.index) or [(0, 0)]
+                self.slice(value, dim, *range_) for range_ in move.outgoing(self.index) or [(0, 0)]
             ]
             received = self.send_recv(self.joined(outgoing, dim), dim, move.sent)
         pieces = [
@@ -467,7 +471,7 @@ class Builder:
         """
         interleaved = have if isinstance(have, StridedShard) else want
         assert isinstance(interleaved, StridedShard)
-        dim, (outer, inner) = interleaved.dim, around(interleaved)
+        dim, (outer, inner) = interleaved.dim, outer_and_inner(interleaved)
         grouped = (*shape[:dim], outer, shape[dim] // (outer * inner), inner, *shape[dim + 1 :])
 
         def in_groups(placement: Placement) -> Placement:

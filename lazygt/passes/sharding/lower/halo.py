@@ -14,8 +14,8 @@ from typing import NamedTuple
 from lazygt.graph.placement import (
     Cut,
     StridedShard,
-    around,
     group_sizes,
+    outer_and_inner,
     shard_bounds,
     uneven,
 )
@@ -79,7 +79,7 @@ class RowExchange:
                     counts[source, target] = counts.get((source, target), 0) + count
         return tuple([(*pair, counts[pair]) for pair in sorted(counts)])
 
-    def given(self, rank: int) -> list[tuple[int, int]]:
+    def outgoing(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, number of rows) of each piece that a rank sends, ordered by receiver."""
         return [
             (piece.start, piece.rows)
@@ -105,23 +105,28 @@ class RowExchange:
         ]
 
     @property
-    def most(self) -> int:
+    def most_rows_sent(self) -> int:
         """Largest number of rows that one rank sends."""
         return self._largest_send([source for source, _, _ in self.sent])
 
     @property
-    def most_back(self) -> int:
+    def most_rows_returned(self) -> int:
         """Largest number of rows that one rank sends in the reverse exchange."""
         return self._largest_send([target for _, target, _ in self.sent])
 
     def _largest_send(self, senders: Sequence[int]) -> int:
+        """Return the rows of the rank that sends most.
+
+        Args:
+            senders: for each piece in ``sent``, the rank that sends it.
+        """
         of_rank = [0] * len(self.have)
         for sender, (_, _, count) in zip(senders, self.sent, strict=True):
             of_rank[sender] += count
         return max(of_rank)
 
     @property
-    def is_worth_it(self) -> bool:
+    def has_few_pieces(self) -> bool:
         """True if each rank gets its rows in few pieces."""
         return max(map(len, self.pieces), default=0) <= MOST_PIECES
 
@@ -136,7 +141,7 @@ def ranges_of(placement: Cut, size: int, axis_size: int) -> tuple[Ranges, ...]:
     """Return each rank's rows of a dim of ``size`` with this placement."""
     if uneven(placement):
         return blocks_of_each(group_sizes(placement, size), axis_size)
-    outer, inner = around(placement)
+    outer, inner = outer_and_inner(placement)
     group = size // (outer * inner)
     bounds = [shard_bounds(group, axis_size, rank) for rank in range(axis_size)]
     starts = range(0, size, max(group * inner, 1))
@@ -167,12 +172,14 @@ def rows_between(have: Cut, want: Cut, size: int, axis_size: int) -> RowExchange
     if max(_group_count(have), _group_count(want)) > MOST_PIECES:
         return None
     move = RowExchange(have.dim, ranges_of(have, size, axis_size), ranges_of(want, size, axis_size))
-    return move if move.is_worth_it else None
+    return move if move.has_few_pieces else None
 
 
 @lru_cache(maxsize=1024)
 def blocks_of_each(sizes: tuple[int, ...], axis_size: int) -> tuple[Ranges, ...]:
-    """Return each rank's blocks of several tensors, with the rows of all tensors numbered in turn.
+    """Return for each rank the ranges of its blocks of several concatenated tensors.
+
+    Each tensor is sharded by itself; its rows are numbered after those of the tensors before it.
 
     Args:
         sizes: number of rows of each tensor.

@@ -26,7 +26,7 @@ class Choice:
     strategies: Sequence[Strategy]  # of each node
     #: value -> the placements provided for its users, in order of conversion; any other value is
     #: used with the placement that it was produced with
-    kept: Mapping[int, tuple[Placement, ...]]
+    provided: Mapping[int, tuple[Placement, ...]]
     inputs: Sequence[Placement]  # the placement of each input
     #: shape -> the placement for partial outputs of that shape, such as gradients of sharded
     #: parameters; other partial outputs are all-reduced
@@ -109,6 +109,7 @@ class _Partitioner:
         return LocalProgram(graph, placements, self._value_numbers(), alike, self.settled)
 
     def _value_numbers(self) -> tuple[Mapping[Placement, int], ...]:
+        """Return ``LocalProgram.values``."""
         return tuple(
             [
                 {placement: local.index for placement, local in placements.items()}
@@ -119,6 +120,7 @@ class _Partitioner:
     def _add_node(
         self, node: Node, strategy: Strategy, operands: Sequence[Ref]
     ) -> Sequence[Ref | None]:
+        """Add the local nodes of a node, on operands placed as its strategy requires."""
         if strategy.lower is None and (node.op.startswith("lazygt.") or node.dynamic):
             return self._add_unsharded(node, operands)
         return lower_strategy(self.build, strategy, node, operands)
@@ -158,7 +160,7 @@ class _Partitioner:
         """Return the first placement provided for a value's users; convert the value if needed."""
         converted = self.local_values[value]
         produced = next(iter(converted))
-        provided = self.choice.kept.get(value)
+        provided = self.choice.provided.get(value)
         if provided and provided[0] not in converted:
             converted[provided[0]] = self._converted(value, produced, provided[0])
         return provided[0] if provided else produced
@@ -179,7 +181,12 @@ class _Partitioner:
         actual = self.build.meta(local)
         is_cut = isinstance(placement, Cut)
         stride = contiguous_stride(actual.shape) if is_cut else self._meta(value).stride
-        if len(stride) != len(actual.shape) or actual.conj or actual.neg or actual.lies_as(stride):
+        if (
+            len(stride) != len(actual.shape)
+            or actual.conj
+            or actual.neg
+            or actual.has_same_layout(stride)
+        ):
             return local
         return self.build.restrided(local, stride)
 

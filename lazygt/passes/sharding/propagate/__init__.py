@@ -27,7 +27,7 @@ from lazygt.passes.sharding.choose.catalogue import StrategyCatalogue, StrategyS
 from lazygt.passes.sharding.marks import PLACE, Annotation
 from lazygt.passes.sharding.propagate.placement_sources import moves_elements
 from lazygt.passes.sharding.propagate.reach import (
-    SUMS,
+    PARTIAL_BITS,
     FixedPlacements,
     Masks,
     Reach,
@@ -54,19 +54,20 @@ def open_strategies(
     catalogue: StrategyCatalogue,
     annotations: Mapping[int, Annotation],
     explore: bool,
-    whole: Collection[int] = (),
+    may_replicate: Collection[int] = (),
 ) -> OpenedChoice:
     """Return for each node the strategies that the solver may choose from.
 
-    Left out are strategies that break a fixed where another strategy keeps it, and replicated
-    strategies where a reached strategy divides the work. For a matmul the latter holds always. For
-    other ops it does not hold with ``explore``; if dividing the work needs a collective inside the
-    op or interleaved operands (which were contiguous shards before a view); or if the result was
-    broadcast from a smaller value, or is a view of an annotated value. Partial values that are
+    Left out are strategies that break a fixed placement where another strategy keeps it, and
+    replicated strategies where a reached strategy divides the work. A matmul never keeps the
+    latter. Another op keeps them with ``explore``; if dividing the work needs a collective inside
+    the op or interleaved operands (which were contiguous shards before a view); and if the result
+    was broadcast from a smaller value, or is a view of an annotated value. Partial values that are
     added to others, and views of them, may stay partial: then their sum is reduced once.
 
     Args:
-        whole: nodes, by number, that may run replicated in any case, unless a fixed forbids it.
+        may_replicate: nodes, by number, that may run replicated in any case, unless a fixed
+            placement forbids it.
     """
     reach = Reach(chains, metas, catalogue, annotations, explore)
     steps = reach.steps()
@@ -80,16 +81,16 @@ def open_strategies(
         request = _Request(
             reach.masks(number),  # with the partial placements of hints
             hints.of_operands(step),
-            hints.of_results(results) if entry.only_cuts_results else (),
+            hints.of_results(results) if entry.only_shards_results else (),
             fixed_placements,
             not grown.isdisjoint(results),
-            not (entry.works or near.isdisjoint(results)),
-            tuple([value in grown for value in refs]) if entry.attends else (),
+            not (entry.takes_time or near.isdisjoint(results)),
+            tuple([value in grown for value in refs]) if entry.is_attention else (),
         )
         opened = cache.get((kind, request))
         if opened is None:
             opened = cache[kind, request] = _opened(reach, entry, request)
-        may_be_replicated = number in whole and _respects_fixed(
+        may_be_replicated = number in may_replicate and _respects_fixed(
             entry.strategies[0], fixed_placements
         )
         opened_entries.append(_with_replicated(opened, entry) if may_be_replicated else opened)
@@ -150,10 +151,10 @@ def _opened(reach: Reach, entry: StrategySet, node: _Request) -> StrategySet:
             _respects_fixed(strategy, node.fixed_placements) and reach.is_possible(strategy, masks)
         )
     )
-    if entry.takes_sums and masks[0] & SUMS:
+    if entry.keeps_partial and masks[0] & PARTIAL_BITS:
         return open_set.keep(lambda _, strategy: isinstance(strategy.inputs[0], Partial))
     divides = _divides_work(reach, open_set, masks)
-    uses_hints = hints and (not divides or entry.attends or not entry.heavy)
+    uses_hints = hints and (not divides or entry.is_attention or not entry.is_heavy)
     wanted_masks = tuple(map(or_, masks, hints)) if uses_hints else masks
     if reach.explore:
         open_set = open_set.keep(
@@ -163,7 +164,7 @@ def _opened(reach: Reach, entry: StrategySet, node: _Request) -> StrategySet:
         )
     else:
         # no large operand is gathered only to be sharded again
-        may_shard_results = node.grown or not any(mask & ~SUMS for mask in masks)
+        may_shard_results = node.grown or not any(mask & ~PARTIAL_BITS for mask in masks)
         results = node.results if may_shard_results else ()
         open_set = open_set.keep(
             lambda _, strategy: reach.is_reached(
@@ -171,7 +172,7 @@ def _opened(reach: Reach, entry: StrategySet, node: _Request) -> StrategySet:
             )
         )
     may_be_whole = reach.explore or node.grown or node.is_near
-    if divides and (entry.heavy or not may_be_whole):
+    if divides and (entry.is_heavy or not may_be_whole):
         shares = open_set.shares
         open_set = open_set.keep(
             lambda number, strategy: (
@@ -189,7 +190,7 @@ def _divides_work(reach: Reach, entry: StrategySet, masks: Masks) -> bool:
     return bool(masks) and any(
         share < 1
         and reach.is_reached(strategy, masks)
-        and (entry.heavy or not (strategy.comm or _is_interleaved(strategy)))
+        and (entry.is_heavy or not (strategy.comm or _is_interleaved(strategy)))
         for strategy, share in zip(entry.strategies, entry.shares, strict=True)
     )
 
@@ -225,7 +226,9 @@ class Hints:
             if kind.adds:
                 for value in step.refs:
                     self._add_hint(value, _common_sums(step.masks))
-            if not kind.ends or (kind.divides and not any(mask & ~SUMS for mask in step.masks)):
+            if not kind.ends or (
+                kind.divides and not any(mask & ~PARTIAL_BITS for mask in step.masks)
+            ):
                 self._propagate_back(step)
         self._new_hints.clear()
         for step in steps:
@@ -241,18 +244,18 @@ class Hints:
         kind, refs = self._kinds[step.kind], step.refs
         if kind.adds:
             sums = _common_sums(step.masks)
-            hints = [self._hints.get(value, 0) & ~SUMS | sums for value in refs]
+            hints = [self._hints.get(value, 0) & ~PARTIAL_BITS | sums for value in refs]
         elif self._hints.keys().isdisjoint(refs):
             return ()
         else:
-            mask = -1 if kind.through else ~SUMS
+            mask = -1 if kind.through else ~PARTIAL_BITS
             hints = [self._hints.get(value, 0) & mask for value in refs]
         return tuple(hints) if any(hints) else ()
 
     def of_results(self, results: Sequence[int]) -> Masks:
         """Return for each result the shards that reached it or that hints ask for."""
         reached, hints = self._reached, self._hints
-        return tuple([(reached[value] | hints.get(value, 0)) & ~SUMS for value in results])
+        return tuple([(reached[value] | hints.get(value, 0)) & ~PARTIAL_BITS for value in results])
 
     def _propagate_back(self, step: Step) -> None:
         """Propagate hints from results to operands."""
@@ -268,12 +271,16 @@ class Hints:
         for value, hint in zip(refs, self._operand_hints[key], strict=True):
             reached = self._reached[value]
             # a value in other shards is best computed in those, with its results redistributed
-            if hint & (~reached | SUMS) and (through or not reached or reached & SUMS):
+            if hint & (~reached | PARTIAL_BITS) and (
+                through or not reached or reached & PARTIAL_BITS
+            ):
                 self._add_hint(value, hint)
 
     def _operand_masks(self, number: int, wanted: Masks, count: int) -> Masks:
         """Return the masks of operands with which results can have a wanted placement."""
-        bit_of = self._bits.any if any(mask & SUMS for mask in wanted) else self._bits.cut
+        bit_of = (
+            self._bits.bit if any(mask & PARTIAL_BITS for mask in wanted) else self._bits.shard_bit
+        )
         inputs = [
             strategy.inputs
             for strategy in self._entries[number].strategies
@@ -288,7 +295,7 @@ class Hints:
         if kind.ends and not self._may_need_alternatives(step):
             return
         if kind.ends or not hints.keys().isdisjoint(refs):
-            blocks = ~SUMS & ~self._bits.interleaved
+            blocks = ~PARTIAL_BITS & ~self._bits.interleaved
             known = tuple([self._reached[value] | hints.get(value, 0) & blocks for value in refs])
         alternatives = self._alternative_shards(step, known)
         if not alternatives and (kind.ends or known is masks):
@@ -298,9 +305,9 @@ class Hints:
         known = tuple(map(or_, known, alternatives)) if alternatives else known
         passed = self._reach.passed(number, known)
         for value, mask in zip(results, passed[len(refs) :], strict=True):
-            self._add_hint(value, mask & ~SUMS)
+            self._add_hint(value, mask & ~PARTIAL_BITS)
             if not kind.ends:
-                self._reached[value] |= mask & SUMS
+                self._reached[value] |= mask & PARTIAL_BITS
 
     def _may_need_alternatives(self, step: Step) -> bool:
         """Return whether alternative shards of a node's operands may be worth their exchange.
@@ -311,8 +318,10 @@ class Hints:
         if not any(step.masks):
             return False
         passed = self._reach.passed(step.kind, step.masks)
-        unused = any(mask & ~SUMS & ~used for mask, used in zip(step.masks, passed, strict=False))
-        return not any(passed) or (unused and self._entries[step.kind].attends)
+        unused = any(
+            mask & ~PARTIAL_BITS & ~used for mask, used in zip(step.masks, passed, strict=False)
+        )
+        return not any(passed) or (unused and self._entries[step.kind].is_attention)
 
     def _alternative_shards(self, step: Step, known: Masks) -> Masks:
         """Return alternative shards of a node's operands; empty if the known ones are of use.
@@ -320,12 +329,12 @@ class Hints:
         Args:
             known: for each operand, the placements that reached it or that hints ask for.
         """
-        if not any(mask & ~SUMS for mask in known):
+        if not any(mask & ~PARTIAL_BITS for mask in known):
             return ()
         key = step.kind, known
         if key not in self._alternatives:
-            entry, cut = self._entries[step.kind], self._bits.cut
-            is_cheap = not entry.attends and any(
+            entry, cut = self._entries[step.kind], self._bits.shard_bit
+            is_cheap = not entry.is_attention and any(
                 self._is_cheap(step.node, strategy)
                 for strategy in entry.strategies
                 if any(map(and_, map(cut, strategy.inputs), known))
@@ -343,17 +352,17 @@ class Hints:
         """
         nbytes = sum([_nbytes(self._reach.metas, value) for value in node.refs()])
         sent = sum(
-            ring_bytes(collective.kind, collective.nbytes, self._reach.catalogue.parts)
+            ring_bytes(collective.kind, collective.nbytes, self._reach.catalogue.axis_size)
             for collective in strategy.comm
         )
         for meta, placement in zip(node.results, strategy.outputs, strict=True):
             if isinstance(placement, Partial) and meta is not None and meta.nbytes <= nbytes:
-                sent += ring_bytes("all_reduce", meta.nbytes, self._reach.catalogue.parts)
-        return sent * self._reach.catalogue.parts <= nbytes
+                sent += ring_bytes("all_reduce", meta.nbytes, self._reach.catalogue.axis_size)
+        return sent * self._reach.catalogue.axis_size <= nbytes
 
     def _add_hint(self, value: int, hint: int) -> None:
         """Add a hint for partial placements, and for shards that did not reach the value."""
-        hint &= ~self._reached[value] | SUMS
+        hint &= ~self._reached[value] | PARTIAL_BITS
         if hint and value not in self._reach.stored:
             self._hints[value] = self._hints.get(value, 0) | hint
             self._new_hints.add(value)
@@ -361,7 +370,7 @@ class Hints:
 
 def _common_sums(masks: Masks) -> int:
     """Return the partial placements that all operands of an addition may have."""
-    return reduce(and_, masks, SUMS) if len(masks) > 1 else 0
+    return reduce(and_, masks, PARTIAL_BITS) if len(masks) > 1 else 0
 
 
 def _is_local(strategy: Strategy) -> bool:
@@ -386,6 +395,7 @@ def kinds_of(steps: Sequence[Step]) -> dict[int, Kind]:
 
 
 def _kind(node: Node) -> Kind:
+    """Return the properties of a node's kind."""
     ends = (
         not node.refs()
         or node.dynamic
@@ -425,7 +435,7 @@ def spared_values(
     for _, refs, results, kind, _ in steps:
         if sharded.isdisjoint(refs):
             continue
-        sharded_results = [value for value in results if reached[value] & ~SUMS]
+        sharded_results = [value for value in results if reached[value] & ~PARTIAL_BITS]
         if not sharded_results:
             continue
         sharded.update(sharded_results)

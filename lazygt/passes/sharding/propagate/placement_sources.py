@@ -263,13 +263,13 @@ def find_seeds(
     metas: Metas,
     catalogue: StrategyCatalogue,
     annotations: Mapping[int, Annotation],
-    is_cut_otherwise: Callable[[int, int], bool],
+    is_sharded_otherwise: Callable[[int, int], bool],
 ) -> Seeds:
-    """Return the seeds of a graph.
+    """Return the values of a graph that may be interleaved.
 
     Args:
-        is_cut_otherwise: (value, dim) -> whether another dim of the value is sharded; then the
-            value needs no seed.
+        is_sharded_otherwise: (value, dim) -> whether another dim of the value is sharded; then the
+            value needs no interleaved placement.
     """
     sharded = {
         value: annotation.placement
@@ -283,11 +283,11 @@ def find_seeds(
     nodes = [
         node_number for node_number, number in enumerate(catalogue.numbers) if number in seed_kinds
     ]
-    splits = _SplitValues(metas, catalogue.parts)
+    splits = _SplitValues(metas, catalogue.axis_size)
     for node_number in nodes:
         node = chains.nodes[node_number][0]
         if node.op in _SPLITS and not node.dynamic:
-            splits.add(node, is_cut_otherwise)
+            splits.add(node, is_sharded_otherwise)
     for value, dim in splits.picked:
         search.back_beside(value, dim)
     for value, placement in splits.groups():
@@ -297,7 +297,7 @@ def find_seeds(
         if search.found
         else []
     )
-    embedded = _embedded_gradients(gradients, metas, catalogue.parts)
+    embedded = _embedded_gradients(gradients, metas, catalogue.axis_size)
     return Seeds(search.found, embedded)
 
 
@@ -308,18 +308,18 @@ class _SplitValues:
         picked: (value, dim) pairs with single elements selected along the dim.
     """
 
-    def __init__(self, metas: Metas, parts: int) -> None:
-        self._metas, self._parts = metas, parts
+    def __init__(self, metas: Metas, axis_size: int) -> None:
+        self._metas, self._axis_size = metas, axis_size
         self.picked: set[tuple[int, int]] = set()
         #: (value, dim) -> starts and ends of the pieces
         self._borders: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
 
-    def add(self, node: Node, is_cut_otherwise: Callable[[int, int], bool]) -> None:
+    def add(self, node: Node, is_sharded_otherwise: Callable[[int, int], bool]) -> None:
         """Add the value that a node splits, unless it is sharded along another dim."""
-        call = Call(node, self._metas, self._parts)
+        call = Call(node, self._metas, self._axis_size)
         value, shape = node.refs()[0], call.shape("self")
         dim = call.dim("dim", len(shape))
-        if is_cut_otherwise(value, dim):
+        if is_sharded_otherwise(value, dim):
             return
         if node.op in _PICKS:
             self.picked.add((value, dim))
@@ -353,8 +353,11 @@ def _grouped_placement(borders: Collection[int], dim: int, size: int) -> Strided
 class _Search:
     """Backward search for values that the user sharded.
 
+    Args:
+        sharded: those values, with the user's placements.
+
     Attributes:
-        found: see ``Seeds.values``.
+        found: value -> the interleaved placements in which it is also useful.
     """
 
     def __init__(
@@ -365,13 +368,14 @@ class _Search:
         sharded: Mapping[int, Shard],
     ) -> None:
         self.found: dict[int, set[StridedShard]] = {}
-        self._chains, self._metas, self._catalogue, self._cut = chains, metas, catalogue, sharded
-        self._seen: set[tuple[int, Cut]] = set()
+        self._chains, self._metas, self._catalogue = chains, metas, catalogue
+        self._sharded = sharded
+        self._visited: set[tuple[int, Cut]] = set()
 
     def back_beside(self, value: int, dim: int) -> None:
         """Search from the dim after one with selected elements, if a view produced both dims."""
-        nodes, makers = self._chains.nodes, self._chains.makers
-        while (producer := makers[value]) and nodes[producer[0]][0].op not in views.RESHAPES:
+        nodes, producers = self._chains.nodes, self._chains.producers
+        while (producer := producers[value]) and nodes[producer[0]][0].op not in views.RESHAPES:
             sources = list(self._sharded_operands(value, Shard(dim)))
             if len(sources) != 1 or not isinstance(sources[0][1], Shard):
                 return
@@ -385,10 +389,10 @@ class _Search:
         stack = [(value, placement)]
         while stack:
             value, placement = stack.pop()
-            if (value, placement) in self._seen:
+            if (value, placement) in self._visited:
                 continue
-            self._seen.add((value, placement))
-            user_placement = self._cut.get(value)
+            self._visited.add((value, placement))
+            user_placement = self._sharded.get(value)
             if user_placement is None:
                 stack += self._sharded_operands(value, placement)
             elif isinstance(placement, StridedShard) and placement.dim == user_placement.dim:
@@ -396,14 +400,14 @@ class _Search:
 
     def _sharded_operands(self, value: int, placement: Cut) -> Iterator[tuple[int, Cut]]:
         """Yield the operands with the placements that give a value a placement locally."""
-        producer = self._chains.makers[value]
+        producer = self._chains.producers[value]
         if producer is None:
             return
         number, result_index = producer
         node, refs, _ = self._chains.nodes[number]
         if node.op in views.RESHAPES:
             result_shape, operand_shape = (self._shape(either) for either in (value, refs[0]))
-            source = views.viewed(placement, result_shape, operand_shape, self._catalogue.parts)
+            source = views.viewed(placement, result_shape, operand_shape, self._catalogue.axis_size)
             if source is not None:
                 yield refs[0], source
             return

@@ -11,7 +11,8 @@ A work-list visits nodes until nothing changes. Its sources, in turn:
 Partial placements are propagated forwards only. Strategies for interleaved operands are considered
 only where an interleaved placement was reached.
 
-The set of placements of a value is a bit mask, with one bit for each placement.
+The set of placements of a value is a bit mask, with one bit for each placement. An *interleaved*
+placement is a ``StridedShard``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from lazygt.passes.sharding.rules.strategy import Metas, Strategy
 
 _FIRST = len(REDUCE_OPS)
 #: The bits of all partial placements.
-SUMS = (1 << _FIRST) - 1
+PARTIAL_BITS = (1 << _FIRST) - 1
 
 
 def partial_bit(placement: Placement) -> int:
@@ -67,24 +68,25 @@ class Bits:
         self._bit_of: dict[StridedShard, int] = {}
         self.interleaved = 0
 
-    def cut(self, placement: Placement) -> int:
+    def shard_bit(self, placement: Placement) -> int:
         """Return the bit of a placement that shards a dim; 0 for any other."""
         if isinstance(placement, Shard):
             return 1 << _FIRST + 2 * placement.dim
         return self._interleaved_bit(placement) if isinstance(placement, StridedShard) else 0
 
-    def any(self, placement: Placement) -> int:
+    def bit(self, placement: Placement) -> int:
         """Return the bit of a placement; 0 for ``Replicate()``."""
-        return partial_bit(placement) | self.cut(placement)
+        return partial_bit(placement) | self.shard_bit(placement)
 
     def _interleaved_bit(self, placement: StridedShard) -> int:
+        """Return the bit of an interleaved placement, which gets one on first use."""
         bit = self._bit_of.get(placement)
         if bit is None:
             bit = self._bit_of[placement] = 1 << _FIRST + 2 * len(self._bit_of) + 1
             self.interleaved |= bit
         return bit
 
-    def found(self, mask: int) -> tuple[StridedShard, ...]:
+    def interleaved_in(self, mask: int) -> tuple[StridedShard, ...]:
         """Return the interleaved placements of a set."""
         return tuple([placement for placement, bit in self._bit_of.items() if bit & mask])
 
@@ -118,7 +120,7 @@ def same_blocks(
             continue
         for dim, (size, other) in enumerate(zip(operand.shape, result.shape, strict=False)):
             if size == other:
-                mask |= operand_mask & bits.cut(Shard(dim))
+                mask |= operand_mask & bits.shard_bit(Shard(dim))
     return mask
 
 
@@ -165,8 +167,8 @@ class Reach:
         self.stored = {v: a.placement for v, a in annotations.items() if a.kind == "stored"}
         self.reached = [0] * len(metas)
         for value, annotation in annotations.items():
-            self.reached[value] = self.bits.any(annotation.placement)
-        self.annotated_shards = [v for v in annotations if self.reached[v] & ~SUMS]
+            self.reached[value] = self.bits.bit(annotation.placement)
+        self.annotated_shards = [v for v in annotations if self.reached[v] & ~PARTIAL_BITS]
         self._passed_cache: dict[tuple[int, Masks], Masks] = {}
         #: for each node the masks of its operands at the last visit
         self._seen: list[Masks | None] = [None] * len(self._nodes)
@@ -242,16 +244,16 @@ class Reach:
     def _add_seeds(self) -> set[int]:
         """Add the interleaved placements of packed weights; return the nodes to visit again."""
 
-        def is_cut_otherwise(value: int, dim: int) -> bool:
-            return bool(self.reached[value] & ~SUMS & ~self.bits.cut(Shard(dim)))
+        def is_sharded_otherwise(value: int, dim: int) -> bool:
+            return bool(self.reached[value] & ~PARTIAL_BITS & ~self.bits.shard_bit(Shard(dim)))
 
         values, self._embedded = find_seeds(
-            self._chains, self.metas, self.catalogue, self._annotations, is_cut_otherwise
+            self._chains, self.metas, self.catalogue, self._annotations, is_sharded_otherwise
         )
         for number in self._embedded:
             self._seen[number] = None
         for value, placements in values.items():
-            self.reached[value] |= reduce(or_, map(self.bits.cut, placements))
+            self.reached[value] |= reduce(or_, map(self.bits.shard_bit, placements))
         return {*self._embedded, *[number for value in values for number in self._users[value]]}
 
     def _visit(self, number: int) -> Sequence[int]:
@@ -265,7 +267,7 @@ class Reach:
             self._add_interleaved(number, masks)
         kind = self._numbers[number]
         passed = self.passed(kind, masks)
-        if self.catalogue.entries[kind].heavy:
+        if self.catalogue.entries[kind].is_heavy:
             passed = self._with_operand_shards(node, masks, passed)
         count = len(refs)
         if passed[:count] == masks:  # the common case: no change of the operands
@@ -278,7 +280,10 @@ class Reach:
         """Add a node's strategies for operands that were reached interleaved."""
         bits, wanted = self.bits, self._embedded.get(number)
         if wanted or any(mask & bits.interleaved for mask in masks):
-            kind, placements = self.catalogue.numbers[number], tuple(map(bits.found, masks))
+            kind, placements = (
+                self.catalogue.numbers[number],
+                tuple(map(bits.interleaved_in, masks)),
+            )
             self._numbers[number] = self.catalogue.strided(kind, placements, wanted)
 
     def _merge(self, values: Sequence[int], masks: Masks) -> list[int]:
@@ -293,7 +298,14 @@ class Reach:
     # -- placements through one node -----------------------------------------------------
 
     def passed(self, kind: int, masks: Masks) -> Masks:
-        """Return the placements that a node propagates to each operand, then to each result."""
+        """Return the placements that a node propagates to each operand, then to each result.
+
+        They are those of its strategies that the operands' placements reach.
+
+        Args:
+            kind: number of the node's strategy set in the catalogue.
+            masks: the placements reached so far of each operand.
+        """
         passed = self._passed_cache.get((kind, masks))
         if passed is None:
             strategies = [
@@ -312,10 +324,10 @@ class Reach:
             producers = [strategy.outputs for strategy in strategies] if self.explore else outputs
             count = len(strategies[0].outputs)
             passed = self._passed_cache[kind, masks] = (
-                *union(inputs, len(masks), self.bits.cut),
+                *union(inputs, len(masks), self.bits.shard_bit),
                 *map(
                     or_,
-                    union(outputs, count, self.bits.cut),
+                    union(outputs, count, self.bits.shard_bit),
                     union(producers, count, partial_bit),
                 ),
             )
@@ -329,13 +341,13 @@ class Reach:
         """
         count = len(masks)
         operands = [self.metas[value] for value in node.refs()]
-        is_unused, attends = not any(passed[count:]), "attention" in node.op
+        is_unused, is_attention = not any(passed[count:]), "attention" in node.op
         extended = [
             mask | same_blocks(self.bits, operands, masks, result)
             if is_unused
             or (
-                attends
-                and not mask & ~SUMS
+                is_attention
+                and not mask & ~PARTIAL_BITS
                 and _has_shape_of_sharded_operand(result, operands, masks)
             )
             else mask
@@ -346,7 +358,7 @@ class Reach:
     def is_possible(self, strategy: Strategy, masks: Masks) -> bool:
         """Return whether a strategy needs no partial operand, shards one, or gets a partial one."""
         wanted = [partial_bit(placement) for placement in strategy.inputs]
-        shards = map(self.bits.cut, strategy.inputs)
+        shards = map(self.bits.shard_bit, strategy.inputs)
         return not any(wanted) or any(map(and_, wanted, masks)) or any(shards)
 
     def is_reached(
@@ -367,13 +379,13 @@ class Reach:
         """
         if not masks:
             return True  # a factory produces the shards that its users want
-        shard_bit = self.bits.cut
+        shard_bit = self.bits.shard_bit
         wanted = [shard_bit(placement) for placement in strategy.inputs]
         if any(wanted):
             is_consistent = all(
                 wanted[position] & masks[position]
                 if wanted[position]
-                else not masks[position] & ~SUMS or (grown and grown[position])
+                else not masks[position] & ~PARTIAL_BITS or (grown and grown[position])
                 for position in strategy.preplaced
             )
             return is_consistent and any(map(and_, wanted, masks))
@@ -384,6 +396,6 @@ class Reach:
 def _has_shape_of_sharded_operand(result: TensorMeta | None, operands: Metas, masks: Masks) -> bool:
     """Return whether a result has the shape of a sharded operand."""
     return result is not None and any(
-        operand is not None and operand.shape == result.shape and mask & ~SUMS
+        operand is not None and operand.shape == result.shape and mask & ~PARTIAL_BITS
         for operand, mask in zip(operands, masks, strict=True)
     )

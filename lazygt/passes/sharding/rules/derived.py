@@ -185,7 +185,7 @@ class _Derived:
         key = metas, strategy.inputs, build.rank
         program = self._programs.get(key)
         if program is None:
-            scratch = build.beside(metas, ["float"] * len(params_of(self.node)))
+            scratch = build.empty_builder(metas, ["float"] * len(params_of(self.node)))
             program = self._programs[key] = self._program(scratch, strategy)
         return program.add_to(build, operands, params_of(node))
 
@@ -241,7 +241,7 @@ class _Derived:
         operands = [ref(number) for number in range(self.decomposed.operands)]
         kernels = []
         for changes in _size_changes(self.node, sizes):
-            single = scratch.beside(scratch.inputs, scratch.params)
+            single = scratch.empty_builder(scratch.inputs, scratch.params)
             try:
                 results = single.rerun(self.node, operands, **changes)
             except Exception:  # noqa: BLE001  torch's own: the op takes no such sizes

@@ -80,7 +80,7 @@ def split_in_blocks(call: Call, dim: int) -> list[Strategy]:
     sizes = tuple([piece.shape[dim] for piece in call.node.results if piece is not None])
     old_blocks = blocks(meta.shape[dim], call.axis_size)
     exchange = RowExchange(dim, old_blocks, blocks_of_each(sizes, call.axis_size))
-    if min(sizes, default=0) < 2 or not exchange.is_worth_it:
+    if min(sizes, default=0) < 2 or not exchange.has_few_pieces:
         return []
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:

@@ -19,7 +19,7 @@ from lazygt.graph.node import Arg, Graph, Node, Param, Ref
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.per_tensor import ALL, EACH, SPLIT, ForeachForm
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
-from lazygt.passes.base import Placed, placed, rebuild
+from lazygt.passes.base import NodeRow, rebuild, rows_of
 from lazygt.passes.sharding.lower.builder import bound, numbers
 from lazygt.passes.sharding.rules import reductions
 from lazygt.passes.sharding.rules.strategy import (
@@ -329,7 +329,7 @@ def _combined(node: Node, strategies: list[Strategy]) -> Strategy | None:
     """Combine one strategy per tensor; None: an operand of all tensors would not be R."""
     inputs: list[Placement] = []
     operand = 0
-    for kind, arg in zip(FORMS[node.op].takes, node.args, strict=False):
+    for kind, arg in zip(FORMS[node.op].arg_kinds, node.args, strict=False):
         if not numbers(arg):
             continue
         placements = [strategy.inputs[operand] for strategy in strategies]
@@ -418,24 +418,24 @@ class SplitForeach:
     name = "split_foreach"
 
     def run(self, graph: Graph) -> Graph:
-        split_nodes = [single for placed_node in placed(graph) for single in _split(placed_node)]
+        split_nodes = [single for placed_node in rows_of(graph) for single in _split(placed_node)]
         return graph if len(split_nodes) == len(graph.nodes) else rebuild(graph, split_nodes)
 
 
-def _split(placed_node: Placed) -> Sequence[Placed]:
+def _split(placed_node: NodeRow) -> Sequence[NodeRow]:
     """Split one node into single-tensor nodes; others are returned as they are."""
     node = placed_node.node
     if node.op in FORMS:
         if not are_independent(node):
             return [placed_node]
         pairs = zip(singles(node), placed_node.results, strict=True)
-        return [Placed(single, (result,), placed_node.source) for single, result in pairs]
+        return [NodeRow(single, (result,), placed_node.source) for single, result in pairs]
     if node.op in FUSED_STEPS and len(node.args[0]) > 1 and not node.dynamic:
         return [_single_step(placed_node, number) for number in range(len(node.args[0]))]
     return [placed_node]
 
 
-def _single_step(placed_node: Placed, parameter: int) -> Placed:
+def _single_step(placed_node: NodeRow, parameter: int) -> NodeRow:
     """Return the fused step on one parameter alone."""
     node = placed_node.node
     args = tuple([_item_of(arg, parameter) for arg in node.args])
@@ -450,7 +450,7 @@ def _single_step(placed_node: Placed, parameter: int) -> Placed:
         writes=tuple([node.writes[number] for number in written_numbers]),
         written=tuple([node.written[number] for number in written_numbers]),
     )
-    return Placed(
+    return NodeRow(
         single,
         [placed_node.results[number] for number in written_numbers],
         placed_node.source,

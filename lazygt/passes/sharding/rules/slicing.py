@@ -66,7 +66,7 @@ def _cat_in_blocks(call: Call, dim: int) -> list[Strategy]:
     sizes = tuple([meta.shape[dim] for meta in metas])
     old_blocks = blocks_of_each(sizes, call.axis_size)
     exchange = RowExchange(dim, old_blocks, blocks(sum(sizes), call.axis_size))
-    if sum(sizes) < 2 or not exchange.is_worth_it:
+    if sum(sizes) < 2 or not exchange.has_few_pieces:
         return []
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -352,7 +352,7 @@ def exchanged_strategies(
     """
     meta = call.meta(name)
     exchange = RowExchange(dim, blocks(meta.shape[dim], call.axis_size), tuple(wanted_rows))
-    if not exchange.is_worth_it:
+    if not exchange.has_few_pieces:
         return []
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:

@@ -82,7 +82,7 @@ def _reflection_or_replication_pad(node: Node, metas: Metas, axis_size: int) -> 
         exchange = RowExchange(dim, blocks(value.shape[dim], axis_size), tuple(source_rows))
         other_pads = [0 if index // 2 == number else pad for index, pad in enumerate(pads)]
         rejects_empty = any(other_pads) and not all(source_rows)  # the kernel rejects empty blocks
-        if value.shape[dim] > 1 and exchange.is_worth_it and not rejects_empty:
+        if value.shape[dim] > 1 and exchange.has_few_pieces and not rejects_empty:
             strategy = call.strategy(S(dim), self=S(dim))
             strategies.append(
                 strategy.by(_lower_pad(exchange, other_pads), exchange_comm(exchange, value))
@@ -311,7 +311,7 @@ def reduce_to_owners(build: Builder, value: Ref, exchange: RowExchange) -> Ref:
         empty = build.slice(value, dim, 0, 0)
         received = build.send_recv(build.joined(sent_rows or [empty], dim), dim, reverse_sends)
         start = 0
-        for first_row, count in exchange.given(rank):
+        for first_row, count in exchange.outgoing(rank):
             placed_rows.append((build.slice(received, dim, start, count), first_row))
             start += count
     placed_rows = placed_rows or [(build.slice(value, dim, 0, 0), 0)]

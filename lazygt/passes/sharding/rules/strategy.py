@@ -203,7 +203,11 @@ def exchange_comm(
         reverse_too: whether the reverse exchange (gradients back to the owners) is counted too.
     """
     row_bytes = meta.nbytes // max(meta.shape[exchange.dim], 1)
-    counts = (exchange.most, exchange.most_back) if reverse_too else (exchange.most,)
+    counts = (
+        (exchange.most_rows_sent, exchange.most_rows_returned)
+        if reverse_too
+        else (exchange.most_rows_sent,)
+    )
     return [Collective("send_recv", count * row_bytes) for count in counts] if exchange.sent else []
 
 

@@ -15,8 +15,8 @@ from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import (
     Cut,
     StridedShard,
-    around,
     group_sizes,
+    outer_and_inner,
     shard_bounds,
     uneven,
 )
@@ -259,7 +259,7 @@ def viewed(
     """
     if uneven(placement):
         return _viewed_uneven(placement, old_shape, new_shape, axis_size)
-    outer, inner = around(placement)
+    outer, inner = outer_and_inner(placement)
     before, inside = (
         prod(old_shape[: placement.dim]) * outer,
         inner * prod(old_shape[placement.dim + 1 :]),
@@ -288,7 +288,7 @@ def _viewed_uneven(
     The result's dim must begin where the sharded dim begins, and have as many elements in total.
     """
     before, inside = prod(old_shape[: placement.dim]), prod(old_shape[placement.dim + 1 :])
-    outer, _ = around(placement)
+    outer, _ = outer_and_inner(placement)
     for dim in shardable_dims(new_shape):
         if prod(new_shape[:dim]) != before or new_shape[dim] % outer:
             continue

@@ -18,7 +18,7 @@ TWICE = """
 
 def test_def_use_chains_list_makers_and_users() -> None:
     chains = def_use(graph_of(TWICE))
-    assert chains.makers == [None, (0, 0), (1, 0), (1, 1), (2, 0)]
+    assert chains.producers == [None, (0, 0), (1, 0), (1, 1), (2, 0)]
     assert chains.users == [{0: (0, 1)}, {1: (0,), 2: (1,)}, {2: (0,)}, {}, {}]
     assert [refs for _, refs, _ in chains.nodes] == [(0, 0), (1,), (2, 1)]
 

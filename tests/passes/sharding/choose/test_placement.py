@@ -150,10 +150,12 @@ def test_a_small_batch_does_not_replicate_the_work(explore: bool) -> None:
     graph, batch = graph_of(DATA_PARALLEL), {0: Annotation(S(0))}
     question = question_of(graph, batch, 4, CPU, [[R], [R]], explore)
     assert all(
-        min(entry.shares) == 1 or max(entry.shares) < 1 for entry in question.entries if entry.heavy
+        min(entry.shares) == 1 or max(entry.shares) < 1
+        for entry in question.entries
+        if entry.is_heavy
     )
     rows = question.strategies(solve(question.problem))
-    heavy = [row for row, entry in zip(rows, question.entries, strict=True) if entry.heavy]
+    heavy = [row for row, entry in zip(rows, question.entries, strict=True) if entry.is_heavy]
     assert len(heavy) == 5
     assert all(Shard in map(type, (*row.inputs, *row.outputs)) for row in heavy)
 

@@ -70,13 +70,13 @@ QKV = """
 
 def test_packed_weight_is_a_source_of_interleaved_placements() -> None:
     reach = reach_of(Reach, QKV, {1: Annotation(Shard(1))}, explore=False)
-    (interleaved,) = reach.bits.found(reach.reached[1])
+    (interleaved,) = reach.bits.interleaved_in(reach.reached[1])
     assert (interleaved.dim, interleaved.outer) == (1, 3)
     for value in (3, 4, 5, 6):
-        assert reach.reached[value] & reach.bits.cut(Shard(1))
+        assert reach.reached[value] & reach.bits.shard_bit(Shard(1))
 
 
 def test_packed_weight_that_no_annotation_shards_is_no_source() -> None:
     reach = reach_of(Reach, QKV, {0: Annotation(Shard(0))}, explore=False)
     assert not reach.bits.interleaved
-    assert reach.reached[2] == reach.bits.cut(Shard(0))
+    assert reach.reached[2] == reach.bits.shard_bit(Shard(0))
