@@ -7,6 +7,9 @@ STAMP  := $(VENV)/.installed
 NATIVE := $(VENV)/.native
 JOBS   ?= 2
 
+# Thousands of processes of the tests import lazygt: the first one compiles it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-native test-fast test-slow test-deep test-programs \
 	test-clusters test-cuda-host lint bench clean

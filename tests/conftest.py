@@ -2,6 +2,8 @@
 
 import os
 
+# Thousands of processes import lazygt: the first one compiles it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Read by OpenMP when torch loads its library, so they must stand before the import below.
 # One thread makes sums bit-exact; passive waiting keeps idle threads off the shared cores.
 os.environ["OMP_NUM_THREADS"] = "1"
