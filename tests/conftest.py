@@ -18,6 +18,7 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # Plans are those that come without a calibration.
 os.environ.pop("LAZYGT_MACHINE", None)
 
+import gc
 import random
 import signal
 import subprocess
@@ -72,10 +73,21 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Collect no garbage among modules and tests, all of which stay."""
+    gc.disable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Load the profile again: torch.testing, once imported, has loaded one with 10 examples."""
+    """Load the profile again: torch.testing, once imported, has loaded one with 10 examples.
+
+    Modules and tests are left out of each later collection, which would take half a second.
+    """
     chosen = session.config.getoption("--hypothesis-profile", None)
     settings.load_profile(chosen or os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
