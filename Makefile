@@ -7,7 +7,11 @@ PRODUCT := $(VENV)/.product
 STAMP   := $(VENV)/.installed
 # The C++ extension, where there is a compiler or a wheel that fits; without it all works, too.
 NATIVE  := $(VENV)/.native
-JOBS   ?= 2
+# On two cores, since tests also wait.
+JOBS   ?= 3
+
+# Thousands of processes of the tests import lazygt: the first one compiles it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo pictures test test-native test-fast test-slow test-deep test-programs \
@@ -64,10 +68,19 @@ RECORDING = tests/record tests/property tests/models tests/native -m "not slow" 
 AGAIN     = tests/record tests/property -m "not slow" $(PARALLEL)
 RECORDER  = $$($(BIN)/python -c "from lazygt import native; print(native.choice().recorder)")
 
+# The seconds of the clock at the end of each pass.
+PASSES = $(VENV)/.passes
+PASS   = @echo $$(date +%s) $(1) >> $(PASSES)
+
 test: $(STAMP) $(NATIVE)
+	@date +%s > $(PASSES)
 	$(PYTEST) -m "not timed and not clusters" $(PARALLEL)
+	$(call PASS,all but timed tests)
 	$(PYTEST) -m timed $(TIMED)
+	$(call PASS,timed tests)
 	if [ "$(RECORDER)" = native ]; then LAZYGT_RECORDER=python $(PYTEST) $(AGAIN); fi
+	$(call PASS,recording in Python)
+	@awk 'NR > 1 { printf "%5.1f min  %s\n", ($$1 - last) / 60, substr($$0, 12) } { last = $$1 }' $(PASSES)
 
 test-native: $(STAMP) $(NATIVE)
 	LAZYGT_RECORDER=native $(PYTEST) $(RECORDING)

@@ -2,6 +2,8 @@
 
 import os
 
+# Thousands of processes import lazygt: the first one compiles it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Read by OpenMP when torch loads its library, so they must stand before the import below.
 # One thread makes sums bit-exact; passive waiting keeps idle threads off the shared cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,6 +18,7 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # Plans are those that come without a calibration.
 os.environ.pop("LAZYGT_MACHINE", None)
 
+import gc
 import random
 import signal
 import subprocess
@@ -70,10 +73,21 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Collect no garbage among modules and tests, all of which stay."""
+    gc.disable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Load the profile again: torch.testing, once imported, has loaded one with 10 examples."""
+    """Load the profile again: torch.testing, once imported, has loaded one with 10 examples.
+
+    Modules and tests are left out of each later collection, which would take half a second.
+    """
     chosen = session.config.getoption("--hypothesis-profile", None)
     settings.load_profile(chosen or os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

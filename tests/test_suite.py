@@ -17,3 +17,11 @@ def test_timed_tests_lie_where_make_test_looks_for_them() -> None:
         if re.search(r"\bmark\.timed\b", path.read_text())
     }
     assert marked == set(folders.split())
+
+
+def test_table_of_passes_names_those_that_make_test_prints() -> None:
+    printed = re.findall(r"^\t\$\(call PASS,(.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("| pass of `make test` |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| ([^|]+) \|[^|]+\| [\d.]+ \|$", table, re.MULTILINE)
+    assert rows == printed != []

@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from lazygt.config import cache_setting, sanitize_setting
 from lazygt.host.files import cache_directory, check_private, replace
 
@@ -82,6 +80,9 @@ class Build:
 
 def facts_here() -> Facts:
     """Return the facts of this process, which a build has to match."""
+    # why: mailboxes import this module, and a worker's sockets are up before torch is loaded
+    import torch
+
     return Facts(str(torch.__version__), str(sysconfig.get_config_var("SOABI")), sources_hash())
 
 

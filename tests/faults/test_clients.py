@@ -141,7 +141,6 @@ ENDS = {
 }
 
 
-@pytest.mark.timed
 def test_a_client_that_does_not_close_leaves_nothing(start: Callable[[str], Script]) -> None:
     started = {name: start(end) for name, (end, _, _) in ENDS.items()}
     for name, script in started.items():
@@ -155,7 +154,6 @@ def test_a_client_that_does_not_close_leaves_nothing(start: Callable[[str], Scri
 
 
 @pytest.mark.parametrize("work", ["train()", "busy().sum().item()", "busy(); time.sleep(99)"])
-@pytest.mark.timed
 def test_workers_of_a_killed_client_are_gone(start: Callable[[str], Script], work: str) -> None:
     """In a training loop, and inside a long kernel with the client waiting or not."""
     script = start(work)
@@ -180,7 +178,6 @@ def test_workers_are_gone_whenever_the_client_is_killed(start: Callable[[str], S
         script.assert_gone(LOADING_SECONDS)
 
 
-@pytest.mark.timed
 def test_a_forked_child_of_a_killed_client_keeps_no_worker(start: Callable[[str], Script]) -> None:
     script = start(
         "if os.fork() == 0: print(os.getpid(), flush=True); time.sleep(60)\nbusy().cpu()"

@@ -50,7 +50,6 @@ def wait_for_stderr(link, text, rank=0):
 
 
 @pytest.mark.parametrize("timeout", [None, WAIT])
-@pytest.mark.timed
 def test_a_worker_killed_during_a_wait(timeout):
     with quick(world_size=2) as link:
         for rank in range(2):
@@ -150,7 +149,6 @@ def test_much_stderr_is_bounded():
 # -- a worker freezes --------------------------------------------------------------------------
 
 
-@pytest.mark.timed
 def test_a_stopped_worker_is_frozen_at_the_deadline_and_recovers():
     with quick(frozen_after=1.0) as link:
         ask(link, "echo")
@@ -294,7 +292,6 @@ class Victim:
     ids=["inside a kernel", "with a forked child alive", "while workers start"],
 )
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.timed
 def test_workers_go_when_the_client_is_killed(spec, then, seconds, number):
     with closing(Victim(spec, then)) as victim:
         victim.process.send_signal(number)
@@ -303,7 +300,6 @@ def test_workers_go_when_the_client_is_killed(spec, then, seconds, number):
         assert not victim.directory.exists()
 
 
-@pytest.mark.timed
 def test_a_client_that_forgets_to_close():
     with closing(Victim(QUICK, FORGOTTEN)) as victim:
         assert victim.process.wait() == 0

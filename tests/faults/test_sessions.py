@@ -36,7 +36,6 @@ def slow_work(s: lazygt.Session) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wait", ["fetch", "synchronize", "record on"])
-@pytest.mark.timed
 def test_a_killed_worker_is_named_at_once(wait: str) -> None:
     settings = {"workers": 1, "threads": 1, "recovery": "off"}
     with pytest.raises(lazygt.WorkerDied) as caught, lazygt.session(**grouped(settings)) as s:
@@ -135,7 +134,6 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.timed
 def test_workers_never_outlive_their_client(end: str) -> None:
     client = subprocess.Popen(
         [sys.executable, "-c", CLIENT.format(end=ENDS[end])],

@@ -56,6 +56,7 @@ class Killer:
 
     def __init__(self, session: lazygt.Session, kills: int, waits: int, seed: int) -> None:
         self.seen: Counter[str] = Counter()
+        self._session = session
         self._workers = session._link._pool.workers
         self._left, self._waits = kills, waits
         self._draw = random.Random(seed)
@@ -73,9 +74,11 @@ class Killer:
         thread = threading.Thread(target=self._kill, args=(delays, ended))
         thread.start()
         value = wait()
-        came = time.monotonic()
+        came = time.time()
         thread.join()
-        self._late = sum(at > came for at in ended)
+        # the next wait has that of a worker that had just answered, too
+        back = max((each.at + each.seconds for each in self._session.recoveries), default=0.0)
+        self._late = sum(at > min(came, back) for at in ended)
         return value
 
     def _kill(self, delays: list[float], ended: list[float]) -> None:
@@ -87,7 +90,7 @@ class Killer:
             for worker in workers:
                 with suppress(ProcessLookupError):  # it has just died
                     signal.pidfd_send_signal(worker.process.pidfd, number)
-            ended.append(time.monotonic())
+            ended.append(time.time())
             self.seen[how] += 1
             self._left -= 1
 

@@ -1,7 +1,9 @@
 """``subprocess.Popen`` for Python programs, which forks a process that has loaded torch already.
 
 Loading torch anew takes a program seconds, and a fork of one that has it milliseconds. Nothing of
-lazygt is loaded there: each program imports lazygt itself, in its own environment.
+lazygt is loaded there: each program imports lazygt itself, in its own environment. Workers of this
+process alone are forked from a template that has their modules of lazygt, which read no setting
+when they are imported.
 
     this process --arguments, environment, descriptors--> template (torch, one thread)
     template --fork--> a parent that ends at once --fork--> the program
@@ -38,12 +40,17 @@ PRELOADED = (
 )  # fmt: skip
 #: The compile process is forked from a template that has its modules, too, and knows the processor.
 _COMPILING = "lazygt.runtime.compiling.compile_process"
-_ITS_MODULES = (
+_WORKING = "lazygt.runtime.launch.process"
+_COMPILING_MODULES = (
     "torch._inductor.compile_fx", "torch._inductor.codegen.cpp_wrapper_cpu_array_ref",
     "torch._inductor.fx_passes.fuse_attention", "torch._inductor.fx_passes.pad_mm",
     "torch._inductor.fx_passes.mkldnn_fusion", "torch._inductor.fx_passes.freezing_patterns",
     "torch._inductor.fx_passes.quantization", "torch._inductor.extern_node_serializer",
     "torch._inductor.loop_body", "torch._inductor.codegen.wrapper_fxir", "torch._export.passes",
+)  # fmt: skip
+_WORKING_MODULES = (
+    "lazygt.net.channel", "lazygt.runtime.worker.worker", "lazygt.runtime.collectives.group",
+    "lazygt.runtime.launch.activity", "lazygt.runtime.launch.session_directory",
 )  # fmt: skip
 _MESSAGE_BYTES = 200_000  # below what the kernel takes at once
 _DESCRIPTORS = 64
@@ -110,13 +117,19 @@ class Template:
 
     @staticmethod
     def start(target: str = "") -> Template:
-        """Start one, and let it load torch, and what else this program needs."""
+        """Start one, and let it load torch, and what else this program needs.
+
+        That of workers is forked from the one of all programs.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             environment = {k: v for k, v in os.environ.items() if not k.startswith("LAZYGT_")}
             environment.pop("PYTHONPATH", None)
             environment["LAZYGT_ROOM"] = " " * _ENVIRONMENT_BYTES
-            process = Popen(
+            if target == _WORKING:
+                environment["LAZYGT_WORKER"] = "1"
+            start = Forked if target == _WORKING else Popen
+            process = start(
                 [sys.executable, "-P", "-c", _PROGRAM, ROOT, str(theirs.fileno()), target],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -162,17 +175,17 @@ class Template:
             self._process.wait()
 
 
-#: The templates of this process: of the compile process, and of everything else, by "".
+#: The templates of this process: of the compile process, of workers, and of all else, by "".
 _templates: dict[str, Template] = {}
 #: Whether this process was forked from a template; everything it starts is forked from one.
 _is_forked = False
-_starting = threading.Lock()
+_starting = threading.RLock()
 
 
 def template(target: str = "") -> Template:
     """The template for a program, started when it is first asked for."""
-    target = target if target == _COMPILING and not _is_forked else ""
-    with _starting:  # two threads may start their first processes at once
+    target = target if target in (_COMPILING, _WORKING) and not _is_forked else ""
+    with _starting:  # two threads may start their first processes at once, and a worker takes both
         if target not in _templates:
             _templates[target] = Template.start(target)
         return _templates[target]
@@ -334,11 +347,11 @@ def _end_by_signal() -> None:
 
 def _load(target: str) -> None:
     """Import what programs do; for the compile process, find the vector instructions, too."""
-    for name in PRELOADED:
+    for name in (*PRELOADED, *(_WORKING_MODULES if target == _WORKING else ())):
         importlib.import_module(name)
     if target == _COMPILING:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # read with the first import
-        for name in _ITS_MODULES:
+        for name in _COMPILING_MODULES:
             importlib.import_module(name)
         importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
 
@@ -350,9 +363,9 @@ def main(descriptor: int, target: str) -> None:
         target: the module that it is for; "" for any program.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _load(target)
     sys.path.remove(ROOT)
     path = list(sys.path)
-    _load(target)
     gc.collect()
     gc.freeze()  # pages that no collection writes to stay shared
     work: tuple[Program, list[int]] | None = _serve(socket.socket(fileno=descriptor))

@@ -25,6 +25,7 @@ from lazygt.transfer.control import Deadline
 from lazygt.transfer.data_stream import TransferStream
 from lazygt.transfer.layout import route
 from lazygt.transfer.transports import process_group
+from tests.support.timeouts import patience
 from tests.transfer.child import KIB, RECEIVERS, SENDERS, checksums, send_signal
 from tests.transfer.conftest import Stage
 
@@ -257,7 +258,6 @@ def test_a_plain_model_is_cut_for_its_receivers(here: Stage) -> None:
         assert other.ask("checksums") == (version, checksums(block(state(model), 1)))
 
 
-@pytest.mark.timed
 def test_workers_let_go_when_the_sender_closes(here: Stage) -> None:
     with lazygt.session(mesh={"data": 2}, workers=lazygt.Workers(threads=1)) as s:
         model = nn.Linear(64, 64)
@@ -275,8 +275,8 @@ def test_workers_let_go_when_the_sender_closes(here: Stage) -> None:
         assert descriptors(s) == during
         sender.close()
         model.weight.sum().item()  # the workers have done what they were told before
-        patience = Deadline(10.0)
-        while descriptors(s) != before and not patience.expired:
+        deadline = Deadline(patience(10.0))
+        while descriptors(s) != before and not deadline.expired:
             os.sched_yield()  # groups are left in the background
         assert descriptors(s) == before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -527,6 +528,14 @@ def test_no_descriptor_stays_after_close(opened):
     for _ in range(3):
         opened(world_size=2, arena_bytes=1 << 16).close()
     assert len(open_descriptors()) <= before
+
+
+@pytest.mark.anew
+def test_worker_process_opens_its_sockets_without_torch():
+    code = "import sys, lazygt.runtime.launch.process; print('torch' in sys.modules)"
+    environment = {**os.environ, "LAZYGT_WORKER": "1"}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert printed == "False\n"
 
 
 @pytest.mark.anew
