@@ -198,7 +198,7 @@ class StoreServer:
 
     Attributes:
         endpoint: endpoint for clients, such as ``tcp://10.0.0.1:41234``.
-        requests: number of requests answered.
+        requests: number of requests received, repeated ones of a wait included.
 
     Raises:
         OSError: the address can't be listened on.
@@ -228,7 +228,8 @@ class StoreServer:
     @property
     def refused(self) -> int:
         """Number of dropped handshakes and messages of strangers."""
-        return sum(self._listener.counts.values())
+        counts = self._listener.counts
+        return sum(counts.values()) - counts["replayed"]
 
     def close(self) -> None:
         """Stop the server. Idempotent."""
@@ -241,7 +242,7 @@ class StoreServer:
         self._context.term()
 
     def _serve(self) -> None:
-        """StoreAnswer requests until ``close``; runs on the server's thread."""
+        """Answer requests until ``close``; runs on the server's thread."""
         poller = select.poll()
         for fd in (self._listener.fd, self._stop_fd):
             poller.register(fd, select.POLLIN)

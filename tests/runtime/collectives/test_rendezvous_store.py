@@ -278,6 +278,13 @@ def test_client_with_another_token_is_refused_and_counted(
     assert server.refused >= 1
 
 
+def test_repeated_messages_of_clients_are_not_counted_as_refused(server: StoreServer) -> None:
+    server._listener.counts["replayed"] += 1
+    assert server.refused == 0
+    server._listener.counts["foreign"] += 1
+    assert server.refused == 1
+
+
 def test_client_with_servers_key_but_without_token_is_refused(
     server: StoreServer, client: StoreClient
 ) -> None:
