@@ -191,6 +191,8 @@ class _Dialed:
             return
         for event, value in self._monitor.events():
             self._handle_event(event, value)
+            if not self._open:
+                return
         receive: Callable[..., zmq.Frame] = self._socket.recv
         while self._has_input():
             # `extend` over `map` moves a frame between the queues in C, so a KeyboardInterrupt

@@ -536,6 +536,25 @@ def test_a_new_tcp_connection_loses_nothing(place: Place) -> None:
     assert "is gone" in until(far.fd, lambda: far.pump() or far.closed)
 
 
+def test_host_that_another_process_replaces_is_given_up(place: Place) -> None:
+    """Several handshakes have failed by the time that the client looks."""
+    proxy = Proxy(place.listener.address)
+    near, _ = place.both(address=proxy.address)
+    other = Listener(
+        place.contexts[0], "127.0.0.1", 0, Keys.generate(), place.allowed.get, MAX_MESSAGE
+    )
+    proxy._target = "127.0.0.1", int(other.address.rpartition(":")[2])
+    proxy.cut()
+    until(other.fd, lambda: other.accept() or (other.counts["handshake"] >= 5 or None))
+    assert "does not have the key that we expect" in until(
+        near.fd, lambda: near.pump() or near.closed
+    )
+    near.send([b"to nobody"])
+    assert near.take() is None
+    other.close()
+    proxy.close()
+
+
 def both_take(near: Connection, far: Connection, count: int) -> list[list[bytes]]:
     """The first frames of as many messages at both ends, which need each other to go on."""
     got: list[list[bytes]] = [[], []]
