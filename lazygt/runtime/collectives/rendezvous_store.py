@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -209,21 +209,22 @@ class StoreServer:
         check_interface(host)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         allowed = {derived(token, f"{ROLE} client").public: "rank"}.get
-        try:
+        self.requests = 0
+        self._table = Table()
+        self._clients: dict[bytes, Connection] = {}
+        with ExitStack() as undo:
+            undo.callback(self._context.term)
             self._listener = Listener(
                 self._context, host, port, derived(token, ROLE), allowed, _MAX_MESSAGE_BYTES,
                 grace=_SILENT_SECONDS, gone_after=_SILENT_SECONDS,
             )  # fmt: skip
-        except BaseException:
-            self._context.term()
-            raise
-        self.endpoint = self._listener.address
-        self.requests = 0
-        self._table = Table()
-        self._clients: dict[bytes, Connection] = {}
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._serve, name="lazygt-store", daemon=True)
-        self._thread.start()
+            undo.callback(self._listener.close)
+            self.endpoint = self._listener.address
+            self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+            undo.callback(os.close, self._stop_fd)
+            self._thread = threading.Thread(target=self._serve, name="lazygt-store", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     @property
     def refused(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import select
 import socket
 import threading
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ import torch.distributed as dist
 import zmq
 
 from lazygt.errors import AccessDenied, ProtocolError, SecurityError, StoreLost
+from lazygt.net import listening
 from lazygt.net.channel import Keys
 from lazygt.net.connection import dial
 from lazygt.net.keys import derived
@@ -336,6 +340,26 @@ def test_nobody_listens_on_all_interfaces(host: str) -> None:
 def test_refusal_by_store_is_protocol_error(client: StoreClient) -> None:
     with pytest.raises(ProtocolError, match="the store refuses b'add'"):
         client._request(b"add", b"x", b"much")
+
+
+@pytest.mark.parametrize(
+    ("module", "failing"),
+    [(listening, "Guard"), (listening, "Monitor"), (listening, "Alarm"), (os, "eventfd")],
+)
+def test_server_that_cannot_open_gives_everything_back(
+    module: ModuleType, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error after the socket is open, as of a process that has all its descriptors."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "no descriptors left")
+
+    monkeypatch.setattr(module, failing, fail)
+    before, threads = descriptors_before(), set(threading.enumerate())
+    with pytest.raises(OSError, match="no descriptors left"):
+        StoreServer(HOST, TOKEN)
+    assert open_descriptors() <= before
+    assert set(threading.enumerate()) <= threads
 
 
 def test_both_ends_give_everything_back() -> None:
