@@ -300,6 +300,7 @@ class _Dialed:
         """Record the listener's refusal; it ends a connection that was established."""
         self._refusal = _error_of(self.endpoint, refusal)
         if self._welcomed:
+            self.connection.given_up = refusal.kind == "over"
             self.connection.end(str(self._refusal))
 
 

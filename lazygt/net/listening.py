@@ -391,7 +391,7 @@ class Listener:
     ) -> _Accepted | None:
         """Create a connection for a new client; None if the client is refused."""
         name = self._name_of(key, None)
-        if len(id) != _ID_BYTES or received:
+        if len(id) != _ID_BYTES or (received and hello.fresh):
             self.counts["foreign"] += 1
         elif id in self._ended_ids or not hello.fresh:
             self.counts["replayed" if id in self._ended_ids else "foreign"] += 1
