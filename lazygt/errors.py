@@ -271,18 +271,21 @@ class StoreLost(LazyGTError, ConnectionError):
 
     Attributes:
         endpoint: the store's address.
+        why: the cause, if it is known; else empty.
     """
 
-    def __init__(self, endpoint: str, silence: float) -> None:
-        self.endpoint, self.silence = endpoint, silence
+    def __init__(self, endpoint: str, silence: float, why: str = "") -> None:
+        self.endpoint, self.silence, self.why = endpoint, silence, why
         super().__init__(
-            f"the session's store at {endpoint} has said nothing for {silence:g} seconds: its "
+            f"the session's store at {endpoint} is lost: {why}"
+            if why
+            else f"the session's store at {endpoint} has said nothing for {silence:g} seconds: its "
             f"process has ended, a firewall keeps its port from this host, or the token is another "
             f"session's (LAZYGT_TOKEN has to be the same on all hosts)"
         )
 
     def __reduce__(self) -> Any:
-        return type(self), (self.endpoint, self.silence)
+        return type(self), (self.endpoint, self.silence, self.why)
 
 
 class SecurityError(LazyGTError):

@@ -10,9 +10,15 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache, reduce
 from pathlib import Path
 
 import pytest
+
+import lazygt
+from lazygt.graph.alias import WRITE_BACK
+from lazygt.graph.node import FUSED
+from lazygt.passes.sharding.marks import PLACE
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lazygt"
@@ -89,6 +95,73 @@ def test_docstrings_have_few_relative_clauses() -> None:
     relatives = sum(len(RELATIVE.findall(text)) for text in texts)
     words = sum(len(WORD.findall(text)) for text in texts)
     assert 1000 * relatives / words <= MOST_RELATIVES
+
+
+# -- names of modules in prose ---------------------------------------------------------------------
+
+OPERATORS = frozenset({FUSED, PLACE, WRITE_BACK})
+DOTTED = re.compile(r"(?<!`)``([a-z_]\w*(?:\.\w+)+)``")
+
+
+@cache
+def bound_in(path: Path) -> frozenset[str]:
+    """The names that a module and its classes define, import or assign."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return frozenset(names)
+
+
+def resolves(name: str) -> bool:
+    """Whether the dotted name is a module of the package, in one, or public."""
+    path, parts = PACKAGE, name.removeprefix("lazygt.").split(".")
+    if parts[0] in lazygt.__all__ and not (path / parts[0]).is_dir():
+        return callable(reduce(getattr, parts, lazygt))
+    while parts and (path / parts[0]).is_dir():
+        path /= parts.pop(0)
+    is_file = bool(parts) and (path / f"{parts[0]}.py").exists()
+    module = path / (f"{parts.pop(0)}.py" if is_file else "__init__.py")
+    return all(part in bound_in(module) for part in parts)
+
+
+def is_of_lazygt(name: str) -> bool:
+    """Whether the dotted name begins with lazygt, or with one of its rooms."""
+    head = name.partition(".")[0]
+    return (PACKAGE / head / "__init__.py").exists() or head == PACKAGE.name
+
+
+def test_dotted_names_of_modules_exist() -> None:
+    lines = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, text in enumerate(path.read_text().splitlines(), 1)
+        for name in DOTTED.findall(text)
+        if is_of_lazygt(name) and name not in OPERATORS and not resolves(name)
+    ]
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "exists"),
+    [
+        ("transfer.copier.Copier", True),
+        ("lazygt.net.listening", True),
+        ("transfer.copier.Copyist", False),
+        ("runtime.heap", False),
+        ("lazygt.Pool.publish", True),
+        ("lazygt.net.listening.Listener.hear", False),
+    ],
+)
+def test_reader_resolves_dotted_names(name: str, exists: bool) -> None:
+    assert resolves(name) == exists
+
+
+# -- headings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,7 @@ def _families(device: Device, elements: int) -> Iterator[tuple[str, Work]]:
 
 
 class MemoryFigures(NamedTuple):
-    """See ``machine.model.Memory``; ``fresh_bandwidth`` of a CPU only."""
+    """See ``machine.model.MemorySpec``; ``fresh_bandwidth`` of a CPU only."""
 
     bandwidth: float
     cache: float

@@ -191,6 +191,8 @@ class _Dialed:
             return
         for event, value in self._monitor.events():
             self._handle_event(event, value)
+            if not self._open:
+                return
         receive: Callable[..., zmq.Frame] = self._socket.recv
         while self._has_input():
             # `extend` over `map` moves a frame between the queues in C, so a KeyboardInterrupt
@@ -298,6 +300,7 @@ class _Dialed:
         """Record the listener's refusal; it ends a connection that was established."""
         self._refusal = _error_of(self.endpoint, refusal)
         if self._welcomed:
+            self.connection.given_up = refusal.kind == "over"
             self.connection.end(str(self._refusal))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -201,11 +203,28 @@ class Listener:
         self._check_peers = False
         self._keys_checked = self._peers_checked = 0.0
         self._open = True
+        with ExitStack() as undo:
+            self._listen(context, host, port, keys, undo)
+            undo.pop_all()
+        close_in_children(self)
+
+    def _listen(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        keys: Keys,
+        undo: ExitStack,
+    ) -> None:
+        """Open the sockets and the descriptors; ``undo`` gets the closing of each."""
         address = listen_tcp(host, keys, port)
+        undo.callback(os.close, address.fd)
         self.address = address.endpoint
         self._socket = context.socket(zmq.ROUTER)
-        configure(self._socket, max_message, grace)
-        self._guard = Guard(context, allowed)
+        undo.callback(self._socket.close, 0)
+        configure(self._socket, self._max_message, self._timeouts.grace)
+        self._guard = Guard(context, self._allowed)
+        undo.callback(self._guard.close)
         for option, value in (
             (zmq.RCVHWM, _RECEIVE_QUEUE),
             (zmq.ROUTER_MANDATORY, 1),
@@ -217,15 +236,17 @@ class Listener:
         ):
             self._socket.setsockopt(option, value)
         self._monitor = Monitor(context, self._socket, _EVENTS)
+        undo.callback(self._monitor.close)
         self._timer = Alarm()
+        undo.callback(self._timer.close)
         self._epoll = select.epoll()
+        undo.callback(self._epoll.close)
         for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._timer.fd):
             self._epoll.register(fd, select.EPOLLIN)
         self.fd = self._epoll.fileno()
         self._socket.bind(address.endpoint)
         #: the listening socket
         self.tcp = address.fd
-        close_in_children(self)
 
     # -- for everybody -------------------------------------------------------------------------
 
@@ -370,7 +391,7 @@ class Listener:
     ) -> _Accepted | None:
         """Create a connection for a new client; None if the client is refused."""
         name = self._name_of(key, None)
-        if len(id) != _ID_BYTES or received:
+        if len(id) != _ID_BYTES or (received and hello.fresh):
             self.counts["foreign"] += 1
         elif id in self._ended_ids or not hello.fresh:
             self.counts["replayed" if id in self._ended_ids else "foreign"] += 1

@@ -197,6 +197,7 @@ class Connection:
         hello: the client's data, an argument of `dial`.
         closed: reason for the end of messages; None while messages may still come. `take` still
             returns earlier arrivals.
+        given_up: True if the host had ended the connection before a reconnection of this client.
     """
 
     def __init__(
@@ -210,6 +211,7 @@ class Connection:
     ) -> None:
         self.id, self.peer, self.hello = id, peer, hello
         self.closed: str | None = None
+        self.given_up = False
         self._carrier, self._max_message, self._timeouts = carrier, max_message, timeouts
         self._stream = Stream()
         self._ready: deque[tuple[list[memoryview], int]] = deque()

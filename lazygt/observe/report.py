@@ -109,7 +109,7 @@ class ExchangedRow(NamedTuple):
 
 
 class AlternativeRow(NamedTuple):
-    """Cost of the best program without some collectives; see ``passes.sharding.what_if``.
+    """Cost of the best program without some collectives; see ``passes.sharding.reasons``.
 
     ``extra``: additional seconds; None if every program needs them.
     """

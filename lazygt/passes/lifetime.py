@@ -132,7 +132,7 @@ def _over_operand(launch: Node, graph: Graph) -> Node:
 
 
 def _waiting(node: Node, kept_alive: tuple[Ref, ...], copied: tuple[int, ...] = ()) -> Node:
-    """Return a wait (``lazygt.wait``) with other arguments.
+    """Return a node that waits for a collective (``WAIT``), with other arguments.
 
     Args:
         kept_alive: operands that the launch reads until the wait.

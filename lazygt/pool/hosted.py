@@ -199,7 +199,7 @@ def sequence_number(header: Buffer) -> int:
     try:
         return cast(_Numbered, unpack(header, _Numbered)).seq
     except ProtocolError as error:
-        raise ProtocolError(f"a run without a number: {error}") from error
+        raise ProtocolError("a run without a number: expected [tag, seq, ...]") from error
 
 
 # -- hosted session of a pool: client connection, admission, and agent of its workers --------------

@@ -301,11 +301,11 @@ class SessionConnection:
 
     Args:
         endpoint: address of the pool.
-        patience: seconds that the pool may take for an answer.
+        timeout: seconds that the pool may take for an answer.
 
     Attributes:
         error: the reason for the session's end.
-        doing: returns the client's status page, for observers of the pool.
+        status_page: returns the client's status page, for observers of the pool.
         leaving: True if no more answers are expected, so the connection's end is no error.
         left: True if the session has ended, or continues without this client.
     """

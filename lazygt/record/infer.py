@@ -180,7 +180,7 @@ def _signature(arg: Arg, metas: dict[int, TensorMeta], params: list[Any]) -> Any
 # -- corrected strides -----------------------------------------------------------------------------
 # A worker compares the results of a plan's first run with the recorded metas. A result with other
 # strides retains its kernel's layout, so that later sums have eager torch's bits, unless a later
-# view needs the recorded strides (``runtime.executors.kernel_layouts``); outputs have the recorded
+# view needs the recorded strides (``runtime.executors.interpreter``); outputs have the recorded
 # layout. The worker reports the strides; the client infers those from then on, and removes the
 # steps that were recorded with others, which are recorded again.
 

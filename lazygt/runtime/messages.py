@@ -172,7 +172,7 @@ class Install(Message, tag=17):
 
 
 class Write(Message, tag=7):
-    """Request to copy blocks for a transfer; see ``weight_copies.Copier``."""
+    """Request to copy blocks for a transfer; see ``transfer.copier.Copier``."""
 
     number: int
     request: Any

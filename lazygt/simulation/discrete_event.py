@@ -62,7 +62,7 @@ class RankClass:
     flops: int = 0  # of all ops; ``products``: flops of matrix products by dtype
     products: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
-    #: (seconds, bytes of each of ``memory.KINDS`` from then on)
+    #: (seconds, bytes of each of ``rank_memory.KINDS`` from then on)
     alive: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     outside: Sequence[Outside] = ()  # ops beyond the sizes that the machine was calibrated for
 

@@ -97,6 +97,9 @@ class ControlConnection:
         except ProcessLookupError as error:
             sock.close()
             raise PeerGone from error
+        except OSError:  # there are no descriptors left
+            sock.close()
+            raise
 
     @property
     def descriptors(self) -> tuple[int, int]:

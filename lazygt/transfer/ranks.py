@@ -17,6 +17,7 @@ import itertools
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lazygt.errors import ProtocolError
 from lazygt.graph.mesh import Mesh
 from lazygt.transfer.control import (
     ControlConnection,
@@ -97,26 +99,32 @@ def meet(listener: ControlListener, deadline: Deadline) -> Arrived:
     """Accept every rank.
 
     Raises:
-        TransferError: a rank did not come in time, or has gone.
+        TransferError: a rank did not come in time, has gone, or can't be accepted.
     """
     arrived: Arrived = {}
     connections: list[ControlConnection] = []
-    try:
-        while len(arrived) < dist.get_world_size():
-            if not readable([listener.fd, *_descriptors(connections)], deadline.remaining):
-                raise TimeoutError
-            if connection := listener.accept():
-                connections.append(connection)
-            for connection in connections:
-                for hello in connection.receive():
-                    arrived[hello["rank"]] = connection, hello
-    except (TimeoutError, PeerGone):
-        for connection in connections:
-            connection.close()
-        missing = sorted(set(range(dist.get_world_size())) - arrived.keys())
-        raise TransferError(
-            f"of the trainer's ranks {missing} did not come within {deadline.seconds:g} s"
-        ) from None
+    ranks = range(dist.get_world_size())
+    with ExitStack() as undo:
+        try:
+            while len(arrived) < len(ranks):
+                if not readable([listener.fd, *_descriptors(connections)], deadline.remaining):
+                    raise TimeoutError
+                if connection := listener.accept():
+                    undo.callback(connection.close)
+                    connections.append(connection)
+                for connection in connections:
+                    for hello in connection.receive():
+                        if hello.get("rank") not in ranks:
+                            raise ProtocolError("a hello without a rank of this trainer")
+                        arrived[hello["rank"]] = connection, hello
+        except (TimeoutError, PeerGone):
+            raise TransferError(
+                f"of the trainer's ranks {sorted(set(ranks) - arrived.keys())} did not come within "
+                f"{deadline.seconds:g} s"
+            ) from None
+        except (OSError, ProtocolError) as error:
+            raise TransferError(f"a rank of the trainer can't be accepted: {error}") from error
+        undo.pop_all()
     return arrived
 
 

@@ -536,6 +536,45 @@ def test_a_new_tcp_connection_loses_nothing(place: Place) -> None:
     assert "is gone" in until(far.fd, lambda: far.pump() or far.closed)
 
 
+def test_client_of_a_host_that_was_started_anew_is_told(place: Place) -> None:
+    """Also one that has received messages, of which the new host knows nothing."""
+    near, far = place.both()
+    far.send([b"1"])
+    assert taken(near) == [b"1"]
+    with place.listener.lock:
+        del place.listener._connections[far.id]
+    address, port = place.listener.address, int(place.listener.address.rpartition(":")[2])
+    place.listener.close()
+    place.listener = Listener(
+        place.contexts[0], "127.0.0.1", port, place.server, place.allowed.get, MAX_MESSAGE
+    )
+    assert place.listener.address == address
+    until(place.listener.fd, lambda: place.listener.accept() or near.pump() or near.closed)
+    assert near.closed == (
+        f"no connection to {address}: the host has given this connection up, or was started anew"
+    )
+    assert near.given_up
+
+
+def test_host_that_another_process_replaces_is_given_up(place: Place) -> None:
+    """Several handshakes have failed by the time that the client looks."""
+    proxy = Proxy(place.listener.address)
+    near, _ = place.both(address=proxy.address)
+    other = Listener(
+        place.contexts[0], "127.0.0.1", 0, Keys.generate(), place.allowed.get, MAX_MESSAGE
+    )
+    proxy._target = "127.0.0.1", int(other.address.rpartition(":")[2])
+    proxy.cut()
+    until(other.fd, lambda: other.accept() or (other.counts["handshake"] >= 5 or None))
+    assert "does not have the key that we expect" in until(
+        near.fd, lambda: near.pump() or near.closed
+    )
+    near.send([b"to nobody"])
+    assert near.take() is None
+    other.close()
+    proxy.close()
+
+
 def both_take(near: Connection, far: Connection, count: int) -> list[list[bytes]]:
     """The first frames of as many messages at both ends, which need each other to go on."""
     got: list[list[bytes]] = [[], []]

@@ -78,7 +78,7 @@ def test_run_and_sequence_numbers_of_messages():
     assert parse_run(encode(Mirror(0, 0), [b"1234"])) is None
     assert sequence_number(encode(Done(70_000))[0]) == 70_000
     for wrong in (b"", b"\x91\x02", b"\x92\x02\xa1a", b"\x92\x02\xff"):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ProtocolError, match=r"^a run without a number: expected \[tag, seq, "):
             sequence_number(wrong)
 
 

@@ -11,6 +11,7 @@ import pickle
 import socket
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -178,7 +179,11 @@ def test_excessive_or_mistyped_requests_are_refused(pool):
         asker.close()
 
 
-@pytest.mark.parametrize("text", ["[]", "7", '{"threads": "x"}', '{"mesh": 3}', '{"token": "zz"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "7", '{"threads": "x"}', '{"mesh": 3}', '{"token": "zz"}', '{"frozen_after": NaN}',
+     '{"frozen_after": -Infinity}', '{"mesh": "\\udcff"}', "[" * 100_000, "9" * 5000],
+)  # fmt: skip
 def test_worker_specification_is_validated_when_read(text):
     with pytest.raises(ProtocolError, match="cannot be read"):
         spec_of(text)
@@ -190,6 +195,10 @@ def test_a_specification_is_read_as_it_was_written():
         frozen_after=2.5, mesh="data=2", snapshots=True,
     )  # fmt: skip
     assert spec_of(spec_text(spec)) == spec
+    spec = replace(spec, frozen_after=math.inf, environment={"PATH": "/caf\udce9"})
+    text = spec_text(spec)
+    assert text.isascii()
+    assert spec_of(text) == spec
 
 
 @pytest.mark.parametrize("grace", [math.nan, -1.0, math.inf])

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import ast
+import errno
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lazygt.transfer import Receiver
-from lazygt.transfer.ranks import check_tiles
+from lazygt.transfer.control import ControlConnection, ControlListener, Deadline, connect
+from lazygt.transfer.ranks import check_tiles, meet
 from lazygt.transfer.transfer_errors import TransferError
+from tests.support.descriptors import descriptors_before, open_descriptors
 from tests.transfer.child import RECEIVERS
 from tests.transfer.trainer import weights
 
@@ -156,6 +161,43 @@ def test_a_rank_that_is_killed_is_named_and_the_old_version_stays(tmp_path: Path
         assert line.startswith("failed TransferError rank 1 of the trainer (pid "), line
         assert f"(pid {trainer.ranks[1].pid}) went away" in line
         check(receiver, 1)
+
+
+def send_without_rank(client: ControlConnection, patch: pytest.MonkeyPatch) -> None:
+    client.send({"kind": "hello"}, Deadline(60))
+
+
+def send_unreadable(client: ControlConnection, patch: pytest.MonkeyPatch) -> None:
+    client._sock.send(b"\1\0\0\0\xc1")
+
+
+def leave_no_descriptors(client: ControlConnection, patch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "no descriptors left")
+
+    patch.setattr(os, "pidfd_open", fail)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [(send_without_rank, "a hello without a rank"), (send_unreadable, "cannot be read"),
+     (leave_no_descriptors, "no descriptors left")],
+)  # fmt: skip
+def test_rank_that_cannot_be_accepted_leaves_no_descriptors(
+    spoil: Callable[[ControlConnection, pytest.MonkeyPatch], None],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    listener = ControlListener()
+    client = connect(listener.address)
+    before = descriptors_before()
+    spoil(client, monkeypatch)
+    with pytest.raises(TransferError, match=f"a rank of the trainer can't be accepted: .*{why}"):
+        meet(listener, Deadline(60))
+    assert open_descriptors() <= before
+    client.close()
+    listener.close()
 
 
 def test_blocks_that_leave_something_out_or_overlap_are_refused() -> None:

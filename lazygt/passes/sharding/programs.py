@@ -302,7 +302,8 @@ def programs(
             worker.
         bucket_bytes: requested bytes of a bucket of collectives; the cap of a wrap unit takes
             precedence.
-        backward: numbers of the recorded ops of a backward pass; see ``fsdp``.
+        backward: numbers of the recorded ops of a backward pass; see
+            `reshard_after_forward` and `gradients_in_blocks`.
 
     Raises:
         GraphError: a graph is invalid; with ``check`` the error names the pass.

@@ -1,8 +1,8 @@
 """Recurrent layers on GPUs: cuDNN's op for all layers at once, where eager CUDA uses it.
 
 The op's reserve and packed weights are of sizes that cuDNN alone knows, and its backward writes
-into the reserve. Workers pass it a copy (``runtime.cudnn_rnn``), so the op is pure here: a second
-backward pass and a repeated run find the reserve as the forward left it.
+into the reserve. Workers pass it a copy (``runtime.executors.kernels``), so the op is pure here: a
+second backward pass and a repeated run find the reserve as the forward left it.
 
 cuDNN's dropout draws from a state that no seed resets. So layers with dropout between them are one
 op each, with torch's dropout in between.

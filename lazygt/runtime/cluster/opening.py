@@ -87,7 +87,8 @@ def open_link(config: Config, mesh: Mesh, copier: str = "") -> Link:
     """Start the workers of a mesh and return their link.
 
     Args:
-        copier: ``module:attribute`` of a factory of `weight_copies.Copier`, loaded when needed.
+        copier: ``module:attribute`` of a factory of ``transfer.copier.Copier``, loaded when
+            needed.
 
     Raises:
         ValueError: there is no such launcher, or it can't start so many.

@@ -7,6 +7,10 @@ behind a header with part and worker, and are not decoded.
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import replace
+
 import msgspec
 
 from lazygt.errors import ProtocolError
@@ -203,20 +207,29 @@ TO_CLIENT: tuple[type[Message], ...] = (
 )  # fmt: skip
 
 
+#: Constants of Python's JSON that a specification may have; not NaN.
+_CONSTANTS = {"Infinity": math.inf}
+
+
 def spec_text(spec: LinkSpec) -> str:
-    """Encode a specification of workers as text."""
-    return msgspec.json.encode(spec).decode()
+    """Encode a specification of workers as JSON text.
+
+    Python's JSON has infinite numbers, and paths that are not UTF-8 (the environment has some).
+    """
+    return json.dumps(msgspec.to_builtins(spec))
 
 
 def spec_of(text: str) -> LinkSpec:
-    """Decode the output of `spec_text`.
+    """Decode the output of `spec_text`; unknown fields are ignored.
 
     Raises:
-        ProtocolError: the text is of another kind.
+        ProtocolError: the text is no JSON, or a field is of another type.
     """
     try:
-        return msgspec.json.decode(text, type=LinkSpec)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        spec = msgspec.convert(json.loads(text, parse_constant=_CONSTANTS.__getitem__), LinkSpec)
+        msgspec.json.encode(replace(spec, environment={}))  # raises for text that is not UTF-8
+        return spec
+    except (ValueError, KeyError, msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"a specification of workers cannot be read: {error}") from error
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -22,7 +22,14 @@ from weakref import WeakSet
 import zmq
 from torch.distributed.distributed_c10d import Store
 
-from lazygt.errors import LazyGTError, ProtocolError, SecurityError, StoreLost
+from lazygt.errors import (
+    AccessDenied,
+    LazyGTError,
+    ProtocolError,
+    SecurityError,
+    StoreLost,
+    VersionMismatch,
+)
 from lazygt.net.connection import Connection, Listener, dial
 from lazygt.net.keys import derived
 from lazygt.runtime.wire import Count, Message, decode, encode
@@ -30,7 +37,9 @@ from lazygt.runtime.wire import Count, Message, decode, encode
 ROLE = "store"
 
 _MAX_MESSAGE_BYTES = 16 << 20
-_SILENT_SECONDS = 15
+#: Seconds until the server gives up a client that is away, well above the client's `SILENCE`: so a
+#: connection that it has given up had no request in flight.
+_AWAY_SECONDS = 60
 #: Operations that wait until names are set, and those that set one.
 _WAITING, _SETTING = (b"get", b"wait"), (b"set", b"add", b"compare")
 
@@ -198,7 +207,7 @@ class StoreServer:
 
     Attributes:
         endpoint: endpoint for clients, such as ``tcp://10.0.0.1:41234``.
-        requests: number of requests answered.
+        requests: number of requests received, repeated ones of a wait included.
 
     Raises:
         OSError: the address can't be listened on.
@@ -209,26 +218,28 @@ class StoreServer:
         check_interface(host)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         allowed = {derived(token, f"{ROLE} client").public: "rank"}.get
-        try:
-            self._listener = Listener(
-                self._context, host, port, derived(token, ROLE), allowed, _MAX_MESSAGE_BYTES,
-                grace=_SILENT_SECONDS, gone_after=_SILENT_SECONDS,
-            )  # fmt: skip
-        except BaseException:
-            self._context.term()
-            raise
-        self.endpoint = self._listener.address
         self.requests = 0
         self._table = Table()
         self._clients: dict[bytes, Connection] = {}
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._serve, name="lazygt-store", daemon=True)
-        self._thread.start()
+        with ExitStack() as undo:
+            undo.callback(self._context.term)
+            self._listener = Listener(
+                self._context, host, port, derived(token, ROLE), allowed, _MAX_MESSAGE_BYTES,
+                grace=_AWAY_SECONDS, gone_after=_AWAY_SECONDS,
+            )  # fmt: skip
+            undo.callback(self._listener.close)
+            self.endpoint = self._listener.address
+            self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+            undo.callback(os.close, self._stop_fd)
+            self._thread = threading.Thread(target=self._serve, name="lazygt-store", daemon=True)
+            self._thread.start()
+            undo.pop_all()
 
     @property
     def refused(self) -> int:
         """Number of dropped handshakes and messages of strangers."""
-        return sum(self._listener.counts.values())
+        counts = self._listener.counts
+        return sum(counts.values()) - counts["replayed"]
 
     def close(self) -> None:
         """Stop the server. Idempotent."""
@@ -241,7 +252,7 @@ class StoreServer:
         self._context.term()
 
     def _serve(self) -> None:
-        """StoreAnswer requests until ``close``; runs on the server's thread."""
+        """Answer requests until ``close``; runs on the server's thread."""
         poller = select.poll()
         for fd in (self._listener.fd, self._stop_fd):
             poller.register(fd, select.POLLIN)
@@ -259,12 +270,20 @@ class StoreServer:
                 assert isinstance(request, StoreRequest)
                 self.requests += 1
                 for reply in self._table.ask(client.id, request):
-                    self._clients[reply.client].send(encode(reply.message))
+                    self._send(reply)
         except ProtocolError as error:
             client.close(str(error))
         if client.closed is not None:
             self._table.forget(client.id)
             del self._clients[client.id]
+
+    def _send(self, reply: StoreReply) -> None:
+        """Send a reply; a refusal in place of an answer that is too long."""
+        client, message = self._clients[reply.client], reply.message
+        try:
+            client.send(encode(message))
+        except ValueError as error:
+            client.send(encode(StoreRefusal(message.number, f"an answer: {error}")))
 
 
 def check_interface(host: str) -> None:
@@ -401,15 +420,21 @@ class StoreClient(Store):
     def _request(
         self, op: bytes, *arguments: bytes, seconds: float = float("inf")
     ) -> tuple[bytes, ...]:
+        deadline, reply = time.monotonic() + seconds, None
+        while reply is None:
+            reply = self._connected().ask(op, arguments, deadline)
+        if isinstance(reply, StoreRefusal):
+            raise ProtocolError(f"the store refuses {reply.why}")
+        return reply.values
+
+    def _connected(self) -> _StoreConnection:
+        """Return this thread's connection, a new one if it has ended."""
         connection: _StoreConnection | None = getattr(self._thread_local, "connection", None)
         if connection is None or connection.has_ended:
             connection = _StoreConnection(self._context, self.endpoint, self._token, self._silence)
             self._thread_local.connection = connection
             self._connections.add(connection)
-        reply = connection.ask(op, arguments, seconds)
-        if isinstance(reply, StoreRefusal):
-            raise ProtocolError(f"the store refuses {reply.why}")
-        return reply.values
+        return connection
 
 
 class _StoreConnection:
@@ -424,6 +449,8 @@ class _StoreConnection:
                 context, endpoint, keys, server.public, b"", _MAX_MESSAGE_BYTES, silence,
                 grace=silence, gone_after=silence,
             )  # fmt: skip
+        except (AccessDenied, VersionMismatch) as error:
+            raise StoreLost(endpoint, silence, str(error)) from error
         except LazyGTError as error:
             raise StoreLost(endpoint, silence) from error
 
@@ -441,13 +468,16 @@ class _StoreConnection:
         return self._connection is None or self._connection.closed is not None
 
     def ask(
-        self, op: bytes, arguments: tuple[bytes, ...], seconds: float
-    ) -> StoreAnswer | StoreRefusal:
+        self, op: bytes, arguments: tuple[bytes, ...], deadline: float
+    ) -> StoreAnswer | StoreRefusal | None:
         """Return the store's final reply to a request.
 
+        Returns:
+            None if the store had given up this connection before the request, and never got it.
+
         Raises:
-            TimeoutError: there is none within ``seconds``.
-            StoreLost: the store has gone, or gives no sign of life.
+            TimeoutError: there is none by the deadline.
+            StoreLost: the store has gone, or gives no sign of life; the connection is closed.
         """
         connection = self._connection
         assert connection is not None
@@ -455,7 +485,8 @@ class _StoreConnection:
         request = StoreRequest(self._number, op, arguments)
         poller = select.poll()
         poller.register(connection.fd, select.POLLIN)
-        heard = sent = start = time.monotonic()
+        connection.pump()  # after a reconnection, the hello precedes the request
+        heard = sent = time.monotonic()
         connection.send(encode(request))
         while True:
             while (frames := connection.take()) is not None:
@@ -463,14 +494,18 @@ class _StoreConnection:
                 if isinstance(reply, StoreAnswer | StoreRefusal) and reply.number == self._number:
                     return reply
             now = time.monotonic()
-            if now - start >= seconds:
+            if connection.given_up:
+                return None
+            if now >= deadline:
                 raise TimeoutError
-            if connection.closed is not None or now - heard >= self._silence:
-                raise StoreLost(self._endpoint, self._silence)
+            why = connection.closed
+            if why is not None or now - heard >= self._silence:
+                self.close()
+                raise StoreLost(self._endpoint, self._silence, why or "")
             if op in _WAITING and now - sent >= _RETRY_SECONDS:
                 connection.send(encode(request))
                 sent = now
-            wait = min(_RETRY_SECONDS, self._silence - (now - heard), seconds - (now - start))
+            wait = min(_RETRY_SECONDS, self._silence - (now - heard), deadline - now)
             poller.poll(max(1000 * wait, 1))
 
 

@@ -146,7 +146,7 @@ class Compiler:
         if now - max(since, self._last_answer) >= self._timeout:
             return self._fail_pending(
                 f"the compile process has answered nothing for {self._timeout:g} s; "
-                f"lazygt.session(compile_timeout=...) waits longer"
+                f"lazygt.session(compile=Compile(timeout=...)) waits longer"
             )
         return {}
 

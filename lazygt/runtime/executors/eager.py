@@ -61,7 +61,7 @@ class Outcome:
     """Results of a run.
 
     Attributes:
-        outputs: the values of ``graph.outputs``.
+        outputs: the values of the graph's outputs.
         failures: the failures of nodes.
         returned, written: returns of a data-dependent last node, and the tensors that it wrote.
     """

@@ -61,7 +61,7 @@ class Boot:
     group: GroupSpec | None  # how to join the group of workers, or None; group_number: its number
     rendezvous: Address | None  # address at which other ranks reach this one, or None
     loads_torch: bool  # False for handlers that need no torch (tests), which start much faster
-    copier: str = ""  # ``module:attribute`` of a factory of `weight_copies.Copier`, or ""
+    copier: str = ""  # ``module:attribute`` of a factory of ``transfer.copier.Copier``, or ""
     #: True to spin briefly for the next message before sleeping, if cores are free
     spins: bool = True
     #: descriptor of the memory for copies of its values that outlive it, or None
@@ -80,7 +80,7 @@ class Boot:
         """Read the output of `to_bytes`.
 
         Raises:
-            ProtocolError: the text was cut short or made by another version.
+            ProtocolError: the text was cut short, or a field is of another type.
         """
         try:
             return msgspec.json.decode(text, type=cls)
@@ -236,7 +236,8 @@ def _environment(threads: int) -> dict[str, str]:
         # return blocks over 128 KiB to the kernel, and each page would be faulted in again.
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-        # Where memory is returned all the same (see ``runtime.heap``), huge pages cost least.
+        # Where memory is returned all the same (see ``runtime.worker.shipped_plans``), huge pages
+        # cost least.
         "GLIBC_TUNABLES": ":".join(
             filter(None, (os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"))
         ),

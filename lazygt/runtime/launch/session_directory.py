@@ -79,9 +79,14 @@ def _bases() -> tuple[str | None, str]:
 
 
 def _short_base() -> Path:
-    """Return the parent folder: a UNIX socket's path must stay below 108 bytes."""
-    for name in _bases():
-        if name and len(os.fsencode(name)) < 64 and os.access(name, os.W_OK | os.X_OK):
+    """Return the parent folder.
+
+    A UNIX socket's path must stay below 108 bytes, and ZMQ's endpoints are UTF-8.
+    """
+    for name in filter(None, _bases()):
+        path = os.fsencode(name)
+        is_text = path.decode(errors="replace") == name
+        if is_text and len(path) < 64 and os.access(name, os.W_OK | os.X_OK):
             return Path(name)
     return Path("/tmp")
 

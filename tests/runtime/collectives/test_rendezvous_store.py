@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
+import pickle
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,9 +23,12 @@ import torch.distributed as dist
 import zmq
 
 from lazygt.errors import AccessDenied, ProtocolError, SecurityError, StoreLost
+from lazygt.net import listening
 from lazygt.net.channel import Keys
 from lazygt.net.connection import dial
 from lazygt.net.keys import derived
+from lazygt.net.tcp import Versions
+from lazygt.runtime.collectives import rendezvous_store
 from lazygt.runtime.collectives.rendezvous_store import (
     ROLE,
     StoreAnswer,
@@ -196,11 +204,61 @@ def test_request_runs_once_when_its_answer_is_lost(server: StoreServer) -> None:
     assert server.requests == 2
 
 
+def test_store_is_reached_again_after_it_gave_the_client_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The network is down for long, and the client asks nothing meanwhile."""
+    monkeypatch.setattr(rendezvous_store, "_AWAY_SECONDS", 0.2)
+    server = StoreServer(HOST, TOKEN)
+    with Relay(server.endpoint) as relay:
+        client = StoreClient(relay.endpoint, TOKEN, SECONDS, silence=5.0)
+        assert client.add("n", 1) == 1
+        relay.up.clear()
+        relay.cut()
+        until_forgotten(server)
+        relay.up.set()
+        assert client.add("n", 10) == 11
+        client.close()
+    assert server.requests == 2
+    server.close()
+
+
+def test_store_is_reached_again_after_it_was_lost(server: StoreServer) -> None:
+    """The server drops what comes on a connection that it has given up while TCP lives."""
+    client = StoreClient(server.endpoint, TOKEN, SECONDS, silence=0.5)
+    client.set("x", "1")
+    (connection,) = server._clients.values()
+    with server._listener.lock:
+        connection.end("given up")
+    until_forgotten(server)
+    with pytest.raises(StoreLost, match=r"has said nothing for 0\.5 seconds"):
+        client.get("x")
+    assert client.get("x") == b"1"
+    client.close()
+
+
+def until_forgotten(server: StoreServer) -> None:
+    """Wait until the server has no clients."""
+    deadline = time.monotonic() + SECONDS
+    while server._clients:
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def test_answer_that_is_too_long_is_refused(client: StoreClient) -> None:
+    for name in "ab":
+        client.set(name, bytes(10 << 20))
+    with pytest.raises(ProtocolError, match=r"the store refuses an answer: a message of \d+ "):
+        client._wait(b"get", ["a", "b"], SECONDS)
+    assert client.get("a") == bytes(10 << 20)
+
+
 class Relay:
     """Passes bytes on between a client and the store, and can stop to.
 
     Attributes:
         swallowed: an answer was not passed on.
+        up: new connections are passed on; until it is set they wait.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -210,6 +268,8 @@ class Relay:
         self.endpoint = f"tcp://{HOST}:{self._listener.getsockname()[1]}"
         self.swallowed, self._mute = threading.Event(), False
         self._done: Callable[[], bool] = bool
+        self.up = threading.Event()
+        self.up.set()
         self._ends: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -240,6 +300,7 @@ class Relay:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            self.up.wait()
             far = socket.create_connection(self._target)
             self._ends += [near, far]
             threading.Thread(target=self._pass, args=(near, far, False), daemon=True).start()
@@ -260,22 +321,47 @@ def test_a_store_that_has_gone_is_lost_and_says_so(server: StoreServer) -> None:
     client = StoreClient(server.endpoint, TOKEN, SECONDS, silence=0.2)
     client.set("x", "1")
     server.close()
-    for ask in (lambda: client.get("x"), lambda: client.set("x", "2")):
-        with pytest.raises(StoreLost, match=r"store at tcp://.* has said nothing for 0\.2 seconds"):
-            ask()
+    with pytest.raises(StoreLost, match=r"store at tcp://.* is lost: .*: the session has ended$"):
+        client.get("x")
+    with pytest.raises(StoreLost, match=r"store at tcp://.* has said nothing for 0\.2 seconds"):
+        client.set("x", "2")
     client.close()
+
+
+def test_lost_store_of_other_versions_says_so(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "versions_here", lambda: Versions("9.9", "1.0", "2.7"))
+    client = StoreClient(server.endpoint, TOKEN, SECONDS)
+    with pytest.raises(StoreLost, match=r"is lost: .* runs other versions: .* and 9\.9 there"):
+        client.set("x", "1")
+    client.close()
+
+
+@pytest.mark.parametrize("why", ["", "the session has ended"])
+def test_lost_store_survives_pickling(why: str) -> None:
+    error = StoreLost("tcp://10.0.0.1:7", 20.0, why)
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 - made here
+    assert (str(again), again.why) == (str(error), why)
 
 
 def test_client_with_another_token_is_refused_and_counted(
     server: StoreServer, client: StoreClient
 ) -> None:
-    stranger = StoreClient(server.endpoint, bytes(32), SECONDS, silence=0.3)
-    with pytest.raises(StoreLost, match="the token is another"):
+    stranger = StoreClient(server.endpoint, bytes(32), SECONDS)
+    with pytest.raises(StoreLost, match=r"does not have the key .* same LAZYGT_TOKEN"):
         stranger.set("x", "mine")
     stranger.close()
     assert not client.check(["x"])
     assert client.num_keys() == 0
     assert server.refused >= 1
+
+
+def test_repeated_messages_of_clients_are_not_counted_as_refused(server: StoreServer) -> None:
+    server._listener.counts["replayed"] += 1
+    assert server.refused == 0
+    server._listener.counts["foreign"] += 1
+    assert server.refused == 1
 
 
 def test_client_with_servers_key_but_without_token_is_refused(
@@ -329,6 +415,26 @@ def test_nobody_listens_on_all_interfaces(host: str) -> None:
 def test_refusal_by_store_is_protocol_error(client: StoreClient) -> None:
     with pytest.raises(ProtocolError, match="the store refuses b'add'"):
         client._request(b"add", b"x", b"much")
+
+
+@pytest.mark.parametrize(
+    ("module", "failing"),
+    [(listening, "Guard"), (listening, "Monitor"), (listening, "Alarm"), (os, "eventfd")],
+)
+def test_server_that_cannot_open_gives_everything_back(
+    module: ModuleType, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error after the socket is open, as of a process that has all its descriptors."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "no descriptors left")
+
+    monkeypatch.setattr(module, failing, fail)
+    before, threads = descriptors_before(), set(threading.enumerate())
+    with pytest.raises(OSError, match="no descriptors left"):
+        StoreServer(HOST, TOKEN)
+    assert open_descriptors() <= before
+    assert set(threading.enumerate()) <= threads
 
 
 def test_both_ends_give_everything_back() -> None:

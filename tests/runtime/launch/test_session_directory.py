@@ -73,6 +73,18 @@ def test_a_long_temporary_directory_is_not_used(
     made.close()
 
 
+def test_temporary_directory_that_is_no_text_is_not_used(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZMQ's endpoints are UTF-8."""
+    directory = base / "\udcff"
+    directory.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
+    made = SessionDirectory()
+    assert str(made.path).encode()
+    made.close()
+
+
 def test_directory_of_killed_client_is_removed(base: Path) -> None:
     path = left_behind()
     assert path.parent == base
