@@ -23,7 +23,7 @@ import random
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import PurePath
 
 import psutil
@@ -73,21 +73,21 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection() -> None:
-    """Collect no garbage among modules and tests, all of which stay."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage meanwhile, and none of modules and tests later: it takes half a second."""
     gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Load the profile again: torch.testing, once imported, has loaded one with 10 examples.
-
-    Modules and tests are left out of each later collection, which would take half a second.
-    """
+    """Load the profile again: torch.testing, once imported, has loaded one with 10 examples."""
     chosen = session.config.getoption("--hypothesis-profile", None)
     settings.load_profile(chosen or os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-    gc.freeze()
-    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -50,7 +50,8 @@ _COMPILING_MODULES = (
 )  # fmt: skip
 _WORKING_MODULES = (
     "lazygt.net.channel", "lazygt.runtime.worker.worker", "lazygt.runtime.collectives.group",
-    "lazygt.runtime.launch.activity", "lazygt.runtime.launch.session_directory",
+    "lazygt.runtime.launch.activity", "lazygt.runtime.launch.launcher",
+    "lazygt.runtime.launch.session_directory",
 )  # fmt: skip
 _MESSAGE_BYTES = 200_000  # below what the kernel takes at once
 _DESCRIPTORS = 64

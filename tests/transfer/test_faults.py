@@ -199,7 +199,7 @@ def test_a_receiver_goes_after_the_decision(
 
     with monkeypatch.context() as patch:
         patch.setattr(Transfer, "commit", commit_late)
-        report = lazygt.transfer_weights(weights(2), sender, timeout=DEADLINE)
+        report = lazygt.transfer_weights(weights(2), sender, timeout=patience(DEADLINE))
     assert report.lost == (goes.name,)
     assert list(report.pauses) == [lives.name]
     assert lives.ask("checksums") == (2, checksums(weights(2)))
