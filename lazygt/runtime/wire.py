@@ -38,7 +38,7 @@ _EXT_BYTES = 2048
 _NUMBERED: dict[type, int] = {Ref: _REF, Param: _PARAM, Size: _SIZE}
 #: (extension type, data) -> its value; cleared when it is full
 _VALUES: dict[tuple[int, bytes], Any] = {}
-_MOST_VALUES = 16384
+_MAX_VALUES = 16384
 #: torch's own: a session replaces it by one that depends on the default device
 _empty = torch.empty
 
@@ -197,7 +197,7 @@ def _from_ext(code: int, data: memoryview) -> Any:
         return _VALUES[key]
     except KeyError:  # `lru_cache` would take twice as long
         value = _value_from(*key)
-    if len(_VALUES) >= _MOST_VALUES:
+    if len(_VALUES) >= _MAX_VALUES:
         _VALUES.clear()
     _VALUES[key] = value
     return value

@@ -160,7 +160,7 @@ class StageProgram:
 
     def _dependencies_of(self, task: int) -> list[int]:
         """Return the tasks that have to run before a task."""
-        if task < 0:
+        if task < 0:  # a receive
             return []
         node = self._program.graph.nodes[task]
         values = (*node.refs(), *written_values(node))

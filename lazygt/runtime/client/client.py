@@ -106,8 +106,8 @@ class Orders(Answers):
 
     # -- transfers -----------------------------------------------------------------------
 
-    def wait_beside(self, descriptor: int, seconds: float) -> None:
-        """Wait until a descriptor is readable or a worker's message has come; handle the message.
+    def wait_for_message_or(self, descriptor: int, seconds: float) -> None:
+        """Wait for a worker's message or a readable descriptor; handle the message.
 
         Args:
             seconds: the longest wait.
