@@ -389,7 +389,12 @@ class Client(Orders):
     def _encoded(
         self, run: Run, buffers: list[Buffer], entry: PlanRecord | None, ranks: Collection[int]
     ) -> list[list[Buffer]]:
-        """Return the message to each rank; ranks with equal messages share one object."""
+        """Return the message to each rank; ranks with equal messages share one object.
+
+        Args:
+            entry: record of the run's plan; None: the run has no plan.
+            ranks: those that the run's fetches are requested from.
+        """
         fetches = run.fetches
         encoded: dict[Any, list[Buffer]] = {}
         messages = []

@@ -391,6 +391,9 @@ class Connections:
         available = self._produced_options(producer, annotation or _REPLICATED, wants)
         if producer is not None and not producer[1] and self._entries[producer[0]].takes_time:
             sums.charge(0, self._entries[producer[0]].costs)
+        # With several users, the placements that the value is provided in are a variable of their
+        # own: the conversion to them is paid once. So they are for an input whose placement is
+        # free, and for a computed value with a fixed one.
         if len(wants) > 1 or kind == ("free" if producer is None else "fixed"):
             fixed = annotation.placement if annotation is not None and kind == "fixed" else None
             options, own_variable = self._options(available, fixed, wants), len(users) + 1
