@@ -20,7 +20,7 @@ Flags = tuple[tuple[str, Any], ...]
 THREADS = "num_threads"
 #: Flags that compiled code does not depend on: kernels read them when they run.
 _AT_RUN_TIME = frozenset({THREADS, "flush_denormal"})
-_MOST_THREADS = 1024
+_MAX_THREADS = 1024
 #: torch's threads as the process has begun.
 _THREADS_AT_IMPORT = torch.get_num_threads()
 
@@ -42,7 +42,10 @@ def _switch(default: bool, name: str) -> Flag:
 
 
 def _reduction(dtype: str) -> Flag:
-    """Return the flag of reduced-precision reductions of matmuls in a half dtype."""
+    """Return the flag of reduced-precision reductions of matmuls in a half dtype.
+
+    Its value is torch's pair of switches: for the reductions, and for split-K matmuls with them.
+    """
     name = f"cublas_allow_{dtype}_reduced_precision_reduction"
     setter = getattr(torch._C, f"_set_{name}")
     pairs = tuple(
@@ -166,7 +169,7 @@ def read_flags(threads: bool = False) -> Flags:
     number = torch.get_num_threads()
     if not threads or number == _THREADS_AT_IMPORT:
         return flags
-    return (*flags, (THREADS, min(number, _MOST_THREADS)))
+    return (*flags, (THREADS, min(number, _MAX_THREADS)))
 
 
 def write_flags(flags: Flags, threads: int) -> None:
@@ -193,7 +196,7 @@ def check_flags(flags: Flags) -> None:
     """
     for name, value in flags:
         if name == THREADS:
-            allowed = type(value) is int and 1 <= value <= _MOST_THREADS
+            allowed = type(value) is int and 1 <= value <= _MAX_THREADS
         else:
             flag = TABLE.get(name)
             allowed = flag is not None and any(

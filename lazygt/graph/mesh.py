@@ -258,12 +258,12 @@ def owners(mesh: Mesh, placements: Placements, shape: Sequence[int]) -> dict[int
     """
     regions: dict[int, Region] = {}
     for rank in range(mesh.world_size):
-        copies = [
+        replica_indices = [
             mesh.index(rank, axis)
             for axis, placement in zip(mesh.names, placements, strict=True)
             if isinstance(placement, Replicate)
         ]
-        if any(copies) or not has_any(mesh, placements, rank):
+        if any(replica_indices) or not has_any(mesh, placements, rank):
             continue
         rank_region = region(mesh, placements, shape, rank)
         if not regions or all(s.stop > s.start for s in rank_region):

@@ -25,7 +25,7 @@ Args = tuple[Arg, ...]
 Kwargs = tuple[tuple[str, Arg], ...]
 
 #: The smallest number that has a symbol.
-LEAST = 2
+MIN_SYMBOLIC_SIZE = 2
 
 
 class Size(Numbered):
@@ -65,7 +65,7 @@ def _numbers(arg: Arg) -> Iterator[int]:
     if type(arg) is tuple:
         for item in arg:
             yield from _numbers(item)
-    elif type(arg) is int and arg >= LEAST:
+    elif type(arg) is int and arg >= MIN_SYMBOLIC_SIZE:
         yield arg
 
 
@@ -133,8 +133,8 @@ def check_sizes(symbolic: SymbolicGraph, sizes: Sizes) -> None:
     """
     if len(sizes) != symbolic.count:
         raise ValueError(f"{symbolic.count} sizes are wanted, but {len(sizes)} were passed")
-    if min(sizes, default=LEAST) < LEAST:
-        raise ValueError(f"a size of less than {LEAST} has no symbol")
+    if min(sizes, default=MIN_SYMBOLIC_SIZE) < MIN_SYMBOLIC_SIZE:
+        raise ValueError(f"a size of less than {MIN_SYMBOLIC_SIZE} has no symbol")
 
 
 class _Rewriting:
@@ -189,9 +189,9 @@ class _ToSymbols(_Rewriting):
         self.numbers: dict[int, int] = {}
 
     def number(self, number: int) -> int:
-        if number < LEAST:
+        if number < MIN_SYMBOLIC_SIZE:
             return number
-        return self.numbers.setdefault(number, len(self.numbers)) + LEAST
+        return self.numbers.setdefault(number, len(self.numbers)) + MIN_SYMBOLIC_SIZE
 
     def arguments(self, node: Node) -> tuple[Args, Kwargs]:
         if node.op == WRITE_BACK:
@@ -218,7 +218,7 @@ class _ToSymbols(_Rewriting):
         kind = type(arg)
         if kind is tuple:
             return tuple([self._arg(item) for item in arg])
-        if kind is int and arg >= LEAST:
+        if kind is int and arg >= MIN_SYMBOLIC_SIZE:
             return Size(self.numbers.setdefault(arg, len(self.numbers)))
         return arg
 
@@ -231,7 +231,7 @@ class _FromSymbols(_Rewriting):
         self._sizes = sizes
 
     def number(self, number: int) -> int:
-        return number if number < LEAST else self._sizes[number - LEAST]
+        return number if number < MIN_SYMBOLIC_SIZE else self._sizes[number - MIN_SYMBOLIC_SIZE]
 
     def arguments(self, node: Node) -> tuple[Args, Kwargs]:
         args = tuple([self._arg(arg) for arg in node.args])
@@ -257,7 +257,7 @@ class Resize(_Rewriting):
         self._sizes = sizes
 
     def number(self, number: int) -> int:
-        return number if number < LEAST else self._sizes[number]
+        return number if number < MIN_SYMBOLIC_SIZE else self._sizes[number]
 
 
 class _SymbolsIn:
@@ -287,7 +287,9 @@ class _SymbolsIn:
         symbols = self._metas.get(id(meta))
         if symbols is None:
             numbers = (*meta.shape, *meta.stride, meta.offset)
-            symbols = frozenset([number - LEAST for number in numbers if number >= LEAST])
+            symbols = frozenset(
+                [number - MIN_SYMBOLIC_SIZE for number in numbers if number >= MIN_SYMBOLIC_SIZE]
+            )
             self._metas[id(meta)] = symbols
             self.numbers |= symbols
         return symbols

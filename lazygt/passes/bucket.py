@@ -452,6 +452,7 @@ class _Buckets:
                 *(self._first_use(self.all[other]) for other in others), -1)
             for bucket, others in zip(self.all, predecessors, strict=True)
         ]  # fmt: skip
+        # a gather of stored parameters needs no operand: it runs during the use of the one before
         gathers = [number for number, bucket in enumerate(self.all) if bucket.stored]
         gathers.sort(key=lambda number: self._first_use(self.all[number]))
         for number, previous in zip(gathers, [None, *gathers], strict=False):

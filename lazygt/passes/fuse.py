@@ -40,9 +40,9 @@ from lazygt.passes.foreach import SMALL
 from lazygt.passes.guards import fits, guard, row_major
 
 #: Most members of a group: compile time grows with them.
-MOST_MEMBERS = 256
+MAX_MEMBERS = 256
 #: Most members of a group of horizontal ops, since code for several tensors is compiled together.
-MOST_HORIZONTAL = 16
+MAX_HORIZONTAL = 16
 
 
 class Prices(NamedTuple):
@@ -383,7 +383,7 @@ class _Groups:
         if space is not None and group_space is not None and space is not group_space \
                 and guard(_wider, space, group_space):  # fmt: skip
             return "a larger op needs it"
-        most = MOST_HORIZONTAL if single.tensor_count else MOST_MEMBERS
+        most = MAX_HORIZONTAL if single.tensor_count else MAX_MEMBERS
         if len(group.members) + 1 + (len(target.members) if target is not None else 0) > most:
             return f"it would have more than {most} members"
         if group.clashes(single) or (target is not None and target.clashes(group)):

@@ -43,7 +43,7 @@ from lazygt.passes.bucket import (
 )
 
 #: Most gathers of stored parameters in flight, as in PyTorch's FSDP.
-MOST_GATHERS = 2
+MAX_GATHERS = 2
 
 
 def overlapped(
@@ -211,8 +211,8 @@ class _Units:
                     self.keys[previous_wait].position, 2 if self._copies(gathers[-1]) else 0
                 )
                 before |= {previous_wait} if self._copies(gathers[-1]) else set()
-            if len(gathers) >= MOST_GATHERS and launch_key.position >= 0:
-                before.add(self.wait(gathers[-MOST_GATHERS]))
+            if len(gathers) >= MAX_GATHERS and launch_key.position >= 0:
+                before.add(self.wait(gathers[-MAX_GATHERS]))
             gathers.append(number)
             self._pull_to(before, launch_key)
         self.before[self.launch(number)] = before

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from lazygt.graph.meta import TensorMeta, typed_key
 from lazygt.graph.node import Arg, Graph, Node, Param, Ref, verify
-from lazygt.graph.sizes import LEAST, Resize, Sizes, size_positions, sizes_in
+from lazygt.graph.sizes import MIN_SYMBOLIC_SIZE, Resize, Sizes, size_positions, sizes_in
 from lazygt.passes.base import Pass, run_passes
 from lazygt.passes.guards import Guards, recorded_guards, specialization_key
 
@@ -184,7 +184,7 @@ def _all_sizes(step: TensorMeta | Node) -> frozenset[int]:
         for meta in metas
         if meta is not None
         for size in (*meta.shape, *meta.stride, meta.offset)
-        if size >= LEAST
+        if size >= MIN_SYMBOLIC_SIZE
     ]
     return frozenset([*sizes_in(step), *sizes] if isinstance(step, Node) else sizes)
 
@@ -211,7 +211,7 @@ class _SizeMatch:
 
     def size(self, old: int, new: int) -> bool:
         """Map a size to another; return whether the mapping stays consistent."""
-        if old < LEAST or new < LEAST:
+        if old < MIN_SYMBOLIC_SIZE or new < MIN_SYMBOLIC_SIZE:
             return old == new
         return self.sizes.setdefault(old, new) == new
 

@@ -216,7 +216,8 @@ def _empty_permuted(size: Any, physical_layout: Any, *, dtype: Any = None, layou
                     device: Any = None, pin_memory: Any = None) -> torch.Tensor:  # fmt: skip
     """Return a tensor with memory of its own, strided by ``physical_layout``.
 
-    torch would make a view, and ``empty_like`` of a meta tensor with it.
+    torch's own code returns a permuted view of other memory, also to ``empty_like``, which calls it
+    for a meta tensor with ``device="lazygt"``.
     """
     meta = torch.empty_permuted(size, physical_layout, dtype=dtype, layout=layout, device="meta")
     device = device or tensor.DEVICE_0

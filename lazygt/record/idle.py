@@ -19,7 +19,7 @@ from lazygt.graph.source import expand, user_call_site
 
 #: Number of consecutive optimizer steps on the CPU that cause a warning: fewer may be a comparison
 #: or a side job. After as many on the workers the monitor ends.
-_MOST_STEPS = 3
+_MAX_STEPS = 3
 _autograd: Any = torch.autograd
 
 
@@ -89,7 +89,7 @@ class Idle:
         if not self.entered:
             self.warn_if_never_entered()
             return False
-        if on_cpu and self._steps == _MOST_STEPS:
+        if on_cpu and self._steps == _MAX_STEPS:
             self._warn(
                 f"the optimizer that stepped at {expand(user_call_site(1))} trains parameters on "
                 f"the CPU of this process, not on the workers of the session made at {self._site}. "
@@ -97,7 +97,7 @@ class Idle:
                 f"optimizer is made; tell a framework the device (docs/frameworks.md). If it is "
                 f"meant so, open the session with tracing=Tracing(default_device=False)."
             )
-        return self._steps >= _MOST_STEPS
+        return self._steps >= _MAX_STEPS
 
     def _warn(self, text: str) -> None:
         """Issue the warning, unless one was issued or this is a forked child."""

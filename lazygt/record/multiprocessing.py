@@ -41,7 +41,7 @@ _iterator: Any = dataloader._MultiProcessingDataLoaderIter
 _original_init: Any = _iterator.__init__
 _process_data: Any = _iterator._process_data
 #: Maximum number of objects searched for lazy tensors; a dataset has them near its root.
-_MOST_OBJECTS = 100_000
+_MAX_OBJECTS = 100_000
 _LEAF_TYPES = (torch.Tensor, ModuleType, type, FrameType, CodeType, str, bytes, int, float)
 
 
@@ -65,7 +65,7 @@ def _process_batch(self: Any, data: Any, worker_id: int) -> Any:
 def lazy_tensors(roots: tuple[Any, ...]) -> list[LazyTensor]:
     """Return the lazy tensors reachable from objects: breadth-first search of references."""
     lazy, seen, pending = [], {id(root) for root in roots}, deque(roots)
-    while pending and len(seen) < _MOST_OBJECTS:
+    while pending and len(seen) < _MAX_OBJECTS:
         for referent in _referents(pending.popleft()):
             if id(referent) in seen:
                 continue

@@ -25,7 +25,7 @@ Key = tuple[Any, ...]
 #: Position that inference assumes for all.
 SAMPLE = 1
 #: Number of program points with remembered positions.
-_MOST_POINTS = 20_000
+_MAX_POINTS = 20_000
 
 
 class Moved(NamedTuple):
@@ -59,7 +59,7 @@ class PositionsByPoint:
 
     def change(self, program_point: Key, numbers: tuple[int, ...]) -> bool:
         """Note positions at a program point; return whether several have occurred there."""
-        if len(self._seen) >= _MOST_POINTS:
+        if len(self._seen) >= _MAX_POINTS:
             self._seen.clear()
         first = self._seen.setdefault(program_point, numbers)
         if first is not None and first != numbers:

@@ -308,6 +308,7 @@ def _loaded_overload(definition: Definition) -> Callable[..., Any]:
 
 
 def _load_error(definition: Definition, error: BaseException) -> CodeError:
+    """Return the error for an op that a worker can't load."""
     sources = ", ".join((*definition.modules, *definition.libraries))
     return CodeError(definition.title, sources, f"{type(error).__name__}: {error}")
 

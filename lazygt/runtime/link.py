@@ -90,13 +90,13 @@ class Link(Protocol):
         """Send a message; does not wait for the worker."""
 
     def receive(
-        self, timeout: float | None, beside: int | None = None
+        self, timeout: float | None, wake_fd: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
         """Return the next message of any rank.
 
         Args:
             timeout: seconds to wait; None: until a message comes.
-            beside: a descriptor that also ends the wait when it becomes readable.
+            wake_fd: a descriptor that also ends the wait when it becomes readable.
 
         Returns:
             None if the wait has ended without a message.

@@ -38,7 +38,7 @@ _EXT_BYTES = 2048
 _NUMBERED: dict[type, int] = {Ref: _REF, Param: _PARAM, Size: _SIZE}
 #: (extension type, data) -> its value; cleared when it is full
 _VALUES: dict[tuple[int, bytes], Any] = {}
-_MOST_VALUES = 16384
+_MAX_VALUES = 16384
 #: torch's own: a session replaces it by one that depends on the default device
 _empty = torch.empty
 
@@ -65,7 +65,7 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         """Return the fields as they travel."""
         form = _form(type(self))
         fields = [*form.tag, *msgspec.structs.astuple(self)]
-        while len(fields) > form.least and _is_empty_default(fields[-1]):
+        while len(fields) > form.required and _is_empty_default(fields[-1]):
             fields.pop()
         for position in form.nested:
             if position < len(fields) and fields[position]:
@@ -85,7 +85,7 @@ class _Form(NamedTuple):
     """Form of a kind of message on the wire."""
 
     tag: tuple[Any, ...]  # the first field, if it has a tag
-    least: int  # number of the fields that always travel
+    required: int  # number of the fields without a default, which always travel
     nested: tuple[int, ...]  # positions of fields that have messages in them
 
 
@@ -100,8 +100,8 @@ def _form(kind: type[Message]) -> _Form:
         for position, name in enumerate(kind.__struct_fields__, len(begin))
         if _has_message(hints[name])
     ]
-    least = len(begin) + len(kind.__struct_fields__) - len(kind.__struct_defaults__)
-    return _Form(begin, least, tuple(nested))
+    required = len(begin) + len(kind.__struct_fields__) - len(kind.__struct_defaults__)
+    return _Form(begin, required, tuple(nested))
 
 
 def _has_message(hint: Any) -> bool:
@@ -197,7 +197,7 @@ def _from_ext(code: int, data: memoryview) -> Any:
         return _VALUES[key]
     except KeyError:  # `lru_cache` would take twice as long
         value = _value_from(*key)
-    if len(_VALUES) >= _MOST_VALUES:
+    if len(_VALUES) >= _MAX_VALUES:
         _VALUES.clear()
     _VALUES[key] = value
     return value

@@ -95,7 +95,7 @@ def test_every_case_is_solved_exactly_and_each_layer_costs_the_same(name: str) -
 def test_a_sharded_batch_divides_every_matmul(name: str) -> None:
     found = chosen(2, name)
     rows = zip(found.question.strategies(found.solution), found.question.entries, strict=True)
-    heavy = [row for row, entry in rows if entry.heavy]
+    heavy = [row for row, entry in rows if entry.is_heavy]
     assert len(heavy) > 20
     for row in heavy:
         assert any(isinstance(label, Shard) for label in (*row.inputs, *row.outputs)), str(row)

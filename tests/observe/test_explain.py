@@ -22,9 +22,9 @@ from lazygt.graph import Graph, parse_graph
 from lazygt.graph.cost import Cost, graph_costs
 from lazygt.graph.liveness import peak_bytes
 from lazygt.observe.report import LineCost, PlanCost, Report, short_line
-from lazygt.passes.fuse import MOST_MEMBERS, Fuse, candidates
+from lazygt.passes.fuse import MAX_MEMBERS, Fuse, candidates
 from lazygt.runtime.plan import Plan, Schedule
-from lazygt.runtime.worker.inline import MOST_ZEROS
+from lazygt.runtime.worker.inline import MAX_ZEROS
 from lazygt.settings import grouped
 
 pytestmark = pytest.mark.timeout(120)
@@ -204,9 +204,9 @@ def test_shapes_that_depend_on_values(op: str, here: Path) -> None:
 
 
 def test_a_fetch_of_too_many_zeros(here: Path) -> None:
-    result = _explained(here, f"import torch\ntorch.rand({MOST_ZEROS}).cpu()\n")
+    result = _explained(here, f"import torch\ntorch.rand({MAX_ZEROS}).cpu()\n")
     assert result.exit_code == 1
-    assert f"fetches a tensor of {4 * MOST_ZEROS} bytes" in result.stderr
+    assert f"fetches a tensor of {4 * MAX_ZEROS} bytes" in result.stderr
 
 
 def test_a_script_with_sessions_of_its_own(here: Path) -> None:
@@ -326,12 +326,12 @@ def test_why_not_fused(rows: tuple[str, ...], why: str) -> None:
 
 
 def test_a_group_that_grew_too_large_says_so() -> None:
-    rows = [f"%{n + 1}: f32[4] = aten.exp.default(%{n})" for n in range(MOST_MEMBERS + 6)]
+    rows = [f"%{n + 1}: f32[4] = aten.exp.default(%{n})" for n in range(MAX_MEMBERS + 6)]
     text = ["graph {", "%0: f32[4] = input", *rows, f"return %{len(rows)}", "}"]
     graph = parse_graph("\n".join(text))
     first, second = candidates(graph, PRICES)
-    assert len(first.members) == MOST_MEMBERS
-    assert first.closed == f"it would have more than {MOST_MEMBERS} members"
+    assert len(first.members) == MAX_MEMBERS
+    assert first.closed == f"it would have more than {MAX_MEMBERS} members"
     assert (len(second.members), second.closed) == (6, "")
 
 

@@ -230,7 +230,7 @@ def test_at_most_two_gathers_are_under_way() -> None:
         flying += (name == "launch") - (name == "wait")
         most = max(most, flying)
         order.append(name[0] if name in ("launch", "wait") else "c")
-    assert most == overlap.MOST_GATHERS == 2
+    assert most == overlap.MAX_GATHERS == 2
     assert "".join(order) == "llwclwclwclwcwc"  # each is launched before the one before is used
 
 

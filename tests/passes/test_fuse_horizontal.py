@@ -9,7 +9,7 @@ import lazygt
 from lazygt.graph import Graph
 from lazygt.graph.fusion import expand_fused
 from lazygt.graph.node import FUSED
-from lazygt.passes.fuse import MOST_HORIZONTAL, Fuse
+from lazygt.passes.fuse import MAX_HORIZONTAL, Fuse
 from tests.passes.tools import difference, graph_of, keeps, same_numbers
 
 FUSE = Fuse()
@@ -80,14 +80,14 @@ def test_fewer_than_are_worth_a_call_stay_apart() -> None:
 def test_a_group_of_many_ops_is_closed() -> None:
     rows = [f"%{n}: f32[3]" for n in range(8)]
     text = [f"{row} = input" for row in rows]
-    for number in range(MOST_HORIZONTAL + 2):
+    for number in range(MAX_HORIZONTAL + 2):
         first = 8 * (number + 1)
         made = ", ".join(f"%{n}: f32[3]" for n in range(first, first + 8))
         taken = ", ".join(f"%{n}" for n in range(first - 8, first))
         text.append(f"{made} = aten._foreach_neg.default([{taken}])")
-    text.append(f"return %{8 * (MOST_HORIZONTAL + 2)}")
+    text.append(f"return %{8 * (MAX_HORIZONTAL + 2)}")
     graph = graph_of("\n".join(text))
-    assert [len(group) for group in groups(graph)] == [MOST_HORIZONTAL, 2]
+    assert [len(group) for group in groups(graph)] == [MAX_HORIZONTAL, 2]
 
 
 @pytest.mark.parametrize(

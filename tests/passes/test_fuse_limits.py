@@ -7,7 +7,7 @@ import pytest
 from lazygt.graph import Graph
 from lazygt.graph.node import FUSED
 from lazygt.passes.fuse import (
-    MOST_MEMBERS,
+    MAX_MEMBERS,
     Fuse,
     GroupContext,
     candidates,
@@ -180,15 +180,15 @@ def test_run_time_numbers_need_an_exact_dtype(dtype: str) -> None:
 # -- would be too much, or not worth it ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [MOST_MEMBERS, MOST_MEMBERS + 1, 2 * MOST_MEMBERS + 5])
+@pytest.mark.parametrize("length", [MAX_MEMBERS, MAX_MEMBERS + 1, 2 * MAX_MEMBERS + 5])
 def test_a_group_has_only_so_many_members(length: int) -> None:
     sizes = [len(group) for group in fused(chain(length, "f32[9000]"))]
-    whole, rest = divmod(length, MOST_MEMBERS)
-    assert sizes == [MOST_MEMBERS] * whole + ([rest] if rest > 1 else [])
+    whole, rest = divmod(length, MAX_MEMBERS)
+    assert sizes == [MAX_MEMBERS] * whole + ([rest] if rest > 1 else [])
 
 
 def test_two_full_groups_that_meet_stay_two() -> None:
-    half = MOST_MEMBERS // 2 + 1
+    half = MAX_MEMBERS // 2 + 1
     rows = ["%0: f32[9000] = input"]
     rows += [f"%{n}: f32[9000] = aten.neg.default(%{n - 1})" for n in range(1, half + 1)]
     rows += [f"%{half + 1}: f32[9000] = aten.abs.default(%0)"]

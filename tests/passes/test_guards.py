@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lazygt.graph import Graph
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node
-from lazygt.graph.sizes import LEAST, Resize, size_positions
+from lazygt.graph.sizes import MIN_SYMBOLIC_SIZE, Resize, size_positions
 from lazygt.passes import PIPELINE, Pass, cse, fold, foreach, fuse, guards, lifetime, run_passes
 from lazygt.passes.guards import fits, guard, recorded_guards
 from tests.passes.sized import SIZED, SIZES, layer, recorded
@@ -47,7 +47,7 @@ class VeiledSize(int):
     """A size that may be compared with another for equality, and with 0 and 1."""
 
     def __eq__(self, other: object) -> bool:
-        literal = type(other) is int and other >= LEAST
+        literal = type(other) is int and other >= MIN_SYMBOLIC_SIZE
         return bool(_seen(self, other, "__eq__") if literal else int.__eq__(self, other))
 
     def __ne__(self, other: object) -> bool:
@@ -95,7 +95,7 @@ class VeiledMeta(TensorMeta):
 
 
 def size(number: int) -> int:
-    return VeiledSize(number) if number >= LEAST else number
+    return VeiledSize(number) if number >= MIN_SYMBOLIC_SIZE else number
 
 
 def arg(value: Any) -> Any:
@@ -128,9 +128,9 @@ def veil(graph: Graph) -> Graph:
 
 @pytest.fixture(autouse=True, scope="module")
 def questions_lift_the_veil() -> Iterator[None]:
-    def lifting(question: Any, *metas: TensorMeta, given: tuple[Any, ...] = ()) -> Any:
+    def lifting(predicate: Any, *metas: TensorMeta, constants: tuple[Any, ...] = ()) -> Any:
         with Veil.lift():
-            return guard(question, *metas, constants=given)
+            return guard(predicate, *metas, constants=constants)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ASKING:
@@ -224,4 +224,4 @@ def test_nobody_notes_outside_of_a_block() -> None:
         pass
     guard(fits, meta("f32[7]"), constants=(4096,))
     assert not asked
-    assert guards._ASKED.get() is None
+    assert guards._RECORDING.get() is None

@@ -19,7 +19,7 @@ from lazygt.graph.fusion import expand_fused, is_fusible
 from lazygt.graph.node import Node, verify
 from lazygt.graph.per_tensor import lane_count, slice_node
 from lazygt.passes import PIPELINE, Pass, run_passes
-from lazygt.passes.fuse import MOST_MEMBERS, Fuse
+from lazygt.passes.fuse import MAX_MEMBERS, Fuse
 from lazygt.passes.lifetime import Lifetime
 from lazygt.runtime.graph_codec import decode_graph, encode_graph
 from tests.passes.recording import recorded
@@ -140,7 +140,7 @@ def test_expanded_fused_nodes_equal_original_nodes(program: list[Step]) -> None:
                  for g in (graph, opened)]  # fmt: skip
         assert names[0] == names[1]
         for body in (node.body for node in made.nodes if node.body is not None):
-            assert 1 < len(body.nodes) <= MOST_MEMBERS
+            assert 1 < len(body.nodes) <= MAX_MEMBERS
             assert all(
                 is_fusible(node, body.values) for each in body.nodes for node in _lanes(each)
             )

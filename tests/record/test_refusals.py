@@ -333,7 +333,7 @@ def test_other_devices_keep_the_text_of_the_meta_kernel() -> None:
 
 
 def test_kernel_of_a_large_call_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta_run, "_MOST_ELEMENTS", 3)
+    monkeypatch.setattr(meta_run, "_MAX_ELEMENTS", 3)
     text = refused(CALLS["cat"], launcher="inline")
     assert text.startswith("Sizes of tensors must match except in dimension 0. Expected 3 in dim")
     monkeypatch.setattr(meta_run, "_CHECK_FIRST", frozenset())

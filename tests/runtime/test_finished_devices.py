@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """The devices that were waited for."""
     seen: list[torch.device] = []
-    monkeypatch.setattr(kernels, "finish", seen.append)
+    monkeypatch.setattr(kernels, "synchronize", seen.append)
     return seen
 
 
@@ -63,7 +63,9 @@ def test_synchronize_waits_after_recorded_ops_and_before_reply(
 ) -> None:
     worker, seen = on_gpu._link._worker, []  # type: ignore[attr-defined]
     x = torch.ones(3) * 2
-    monkeypatch.setattr(kernels, "finish", lambda device: seen.extend(worker.store.values.values()))
+    monkeypatch.setattr(
+        kernels, "synchronize", lambda device: seen.extend(worker.store.values.values())
+    )
     on_gpu.synchronize()
     assert [value.tolist() for value in seen] == [x.tolist()]
 

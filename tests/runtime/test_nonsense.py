@@ -98,8 +98,8 @@ class Answering(InlineLink):
         super().__init__(Worker(inline=True))
         self.answer = answer
 
-    def receive(self, timeout: float | None, beside: int | None = None) -> Any:
-        found = super().receive(timeout, beside)
+    def receive(self, timeout: float | None, wake_fd: int | None = None) -> Any:
+        found = super().receive(timeout, wake_fd)
         return found and (0, [memoryview(bytes(frame)) for frame in self.answer])
 
 
@@ -149,8 +149,8 @@ def raised(answer: list[Any]) -> list[str]:
 
 def test_a_reply_of_another_op_is_refused() -> None:
     class Alternative(InlineLink):
-        def receive(self, timeout: float | None, beside: int | None = None) -> Any:
-            found = super().receive(timeout, beside)
+        def receive(self, timeout: float | None, wake_fd: int | None = None) -> Any:
+            found = super().receive(timeout, wake_fd)
             if found is None:
                 return None
             done = decode(found[1], TO_CLIENT)

@@ -37,7 +37,7 @@ from lazygt.graph.shapes.rules import (
 # or more, in every process that needs one of them.
 
 #: A sample has at most two elements along each dim.
-_MOST_DIMS = 8
+_MAX_DIMS = 8
 
 
 def sampled_dtype(
@@ -62,7 +62,7 @@ def sampled_dtype(
     condition = {torch.bool} if f.name == "aten.where.self" else set()
     mixed_dtypes = len({meta.dtype for meta in metas.values()} - condition) > 1
     names_device = DEVICE in (*args, *[arg for _, arg in kwargs])
-    if mixed_dtypes or names_device or any(len(meta.shape) > _MOST_DIMS for meta in metas.values()):
+    if mixed_dtypes or names_device or any(len(meta.shape) > _MAX_DIMS for meta in metas.values()):
         return None
     try:
         with undispatched(), torch.no_grad():

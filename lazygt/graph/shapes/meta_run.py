@@ -303,7 +303,7 @@ def _flat(items: Any) -> Any:
 
 #: Maximum elements of all operands, and maximum number among arguments: a kernel that accepts the
 #: call computes with no more.
-_MOST_ELEMENTS = 2**26
+_MAX_ELEMENTS = 2**26
 #: Ops that compute nothing before they have compared all shapes and dtypes.
 _CHECK_FIRST = frozenset(
     f"aten.{name}.default"
@@ -358,7 +358,7 @@ def _is_small(
         return True
     elements = sum(max(meta.extent, meta.numel) for meta in metas.values())
     numbers = (abs(n) for n in _numbers((args, tuple(params))))
-    return elements <= _MOST_ELEMENTS and all(n <= _MOST_ELEMENTS for n in numbers)
+    return elements <= _MAX_ELEMENTS and all(n <= _MAX_ELEMENTS for n in numbers)
 
 
 def _numbers(arg: Any) -> Iterable[int]:

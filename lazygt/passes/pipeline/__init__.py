@@ -139,7 +139,7 @@ class StageProgram:
             return None if producer < 0 else producer
         if producer >= 0 and self._program.is_cheap_view(producer):
             return producer
-        return ~value
+        return ~value  # a receive
 
     def _add_task(self, task: int | None) -> None:
         """Add a task after its dependencies, by iterative depth-first search."""
@@ -160,7 +160,7 @@ class StageProgram:
 
     def _dependencies_of(self, task: int) -> list[int]:
         """Return the tasks that have to run before a task."""
-        if task < 0:
+        if task < 0:  # a receive
             return []
         node = self._program.graph.nodes[task]
         values = (*node.refs(), *written_values(node))

@@ -267,7 +267,7 @@ class _Axis:
             first: the program of the first rank, if it exists already.
         """
         first = first or self.local(graph, choice, wanted, 0)
-        if first.alike:
+        if first.is_rank_independent:
             return [first] * self.axis_size
         return [first, *(self.local(graph, choice, wanted, n) for n in range(1, self.axis_size))]
 
@@ -353,8 +353,12 @@ def build_problem(
     annotations = infer_annotations(
         chains, metas, catalogue.entries, catalogue.numbers, annotations
     )
-    entries, grown = open_strategies(chains, metas, catalogue, annotations, explore, may_replicate)
-    connections = Connections(chains, metas, entries, ReshardingCosts(machine, axis_size), grown)
+    entries, broadcast = open_strategies(
+        chains, metas, catalogue, annotations, explore, may_replicate
+    )
+    connections = Connections(
+        chains, metas, entries, ReshardingCosts(machine, axis_size), broadcast
+    )
     connections.add_all(annotations, _allowed(graph, outputs))
     factors = [((), np.array(connections.constant)), *connections.factors]
     return AxisProblem(Problem(connections.sizes, factors), entries, connections.provided)

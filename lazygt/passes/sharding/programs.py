@@ -232,7 +232,7 @@ def _redundant_reductions(graph: Graph, backward: Collection[int]) -> set[Redund
             graph.origin(row.source) in backward and graph.origin(source) not in backward
         )
         if is_reduction and is_recomputation and node.args[0].index in products:
-            continue
+            continue  # activation checkpointing, see above
         replaced.update(zip(results, earlier, strict=True))
         if is_reduction:
             redundant.add((position, earlier_position))

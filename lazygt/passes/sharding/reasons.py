@@ -285,7 +285,7 @@ def _collective_name(record: Communication) -> str:
 # -- reasons for collectives -----------------------------------------------------------------------
 
 #: Most groups of collectives that are analysed, the most expensive first.
-MOST = 20
+MAX_REASONS = 20
 
 
 class CostReason(NamedTuple):
@@ -317,12 +317,12 @@ class _LocatedCollective(NamedTuple):
 
 
 def reasons(decided: Iterable[AxisStep]) -> list[CostReason]:
-    """Explain the most expensive collectives of a program, at most ``MOST`` groups, by time."""
+    """Explain the most expensive collectives of a program, at most ``MAX_REASONS`` groups."""
     groups = [(step, group) for step in decided for group in _groups(step)]
     groups.sort(key=lambda pair: -_seconds(pair[0], [collective.record for collective in pair[1]]))
     cost_of_step: dict[int, float] = {}
     explained = []
-    for step, group in groups[:MOST]:
+    for step, group in groups[:MAX_REASONS]:
         if id(step) not in cost_of_step:
             cost_of_step[id(step)] = solve(step.axis_problem().problem).cost
         explained.append(_reason(step, group, cost_of_step[id(step)]))

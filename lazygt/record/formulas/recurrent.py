@@ -176,13 +176,14 @@ def _onednn_lstm(
     train: bool,
     bidirectional: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Run one LSTM layer and direction by oneDNN's fused kernel."""
-    b_ih, b_hh = weights[2:4] if has_biases else (torch.zeros_like(weights[0]),) * 2
-    if not has_biases:
+    """Run one LSTM layer and direction by oneDNN's fused kernel, which always takes biases."""
+    if has_biases:
+        b_ih, b_hh = weights[2:4]
+    else:
         b_ih = b_hh = torch.zeros(weights[0].shape[0], dtype=h.dtype, device=h.device)
     hidden = h.shape[1]
     out, hy, cy, _ = aten.mkldnn_rnn_layer.default(
-        steps, weights[0], weights[1], b_ih, b_hh, h, c, reverse, [], 2, hidden, num_layers,
+        steps, weights[0], weights[1], b_ih, b_hh, h, c, reverse, [], LSTM, hidden, num_layers,
         has_biases, bidirectional, False, train,
     )  # fmt: skip
     return out, (hy, cy)

@@ -117,20 +117,20 @@ class Answers(Reports):
     # -- messages of workers ------------------------------------------------------------
 
     def _receive(
-        self, timeout: float | None, beside: int | None = None
+        self, timeout: float | None, wake_fd: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
         """Wait for a message; return (rank, frames), or None after a timeout or a recovery.
 
         Args:
             timeout: seconds; None: no limit.
-            beside: a descriptor that ends the wait, too, once it is readable.
+            wake_fd: a descriptor that ends the wait, too, once it is readable.
         """
         if self._fatal_error is not None:
             raise self._fatal_error
         try:
             if self.recovery is not None:
                 self.recovery.finish_interrupted()
-            return self.link.receive(timeout, beside)
+            return self.link.receive(timeout, wake_fd)
         except (WorkerDied, WorkerFrozen) as error:
             self._recover_from(error)
             return None

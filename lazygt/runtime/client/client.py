@@ -106,8 +106,8 @@ class Orders(Answers):
 
     # -- transfers -----------------------------------------------------------------------
 
-    def wait_beside(self, descriptor: int, seconds: float) -> None:
-        """Wait until a descriptor is readable or a worker's message has come; handle the message.
+    def wait_for_message_or(self, descriptor: int, seconds: float) -> None:
+        """Wait for a worker's message or a readable descriptor; handle the message.
 
         Args:
             seconds: the longest wait.
@@ -391,7 +391,12 @@ class Client(Orders):
     def _encoded(
         self, run: Run, buffers: list[Buffer], entry: PlanRecord | None, ranks: Collection[int]
     ) -> list[list[Buffer]]:
-        """Return the message to each rank; ranks with equal messages share one object."""
+        """Return the message to each rank; ranks with equal messages share one object.
+
+        Args:
+            entry: record of the run's plan; None: the run has no plan.
+            ranks: those that the run's fetches are requested from.
+        """
         fetches = run.fetches
         encoded: dict[Any, list[Buffer]] = {}
         messages = []

@@ -186,7 +186,7 @@ class Installs:
                 if (key, host) not in self._installed | self.pending:
                     self.pending.add((key, host))
                     self._sent_code.add((key, host))
-                    if key:
+                    if key:  # the empty key is a query, see ``ready``
                         self._send_code(key, rank)
                     else:
                         self._request(key, rank)

@@ -311,7 +311,7 @@ class ClusterLink:
             host.send(rank, frames, self._uploads.number)
 
     def receive(
-        self, timeout: float | None, beside: int | None = None
+        self, timeout: float | None, wake_fd: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
         """Return the next message of any rank; see ``ProcessLink.receive``."""
         until = None if timeout is None else time.monotonic() + timeout
@@ -327,10 +327,10 @@ class ClusterLink:
                     self._raise_if_lost()
                 if remaining is not None and remaining <= 0:
                     return None
-                message = self._wait(_LOOK_SECONDS if remaining is None else remaining, beside)
+                message = self._wait(_LOOK_SECONDS if remaining is None else remaining, wake_fd)
                 if message is not None:
                     return message
-                if beside is not None and can_be_read(beside):
+                if wake_fd is not None and can_be_read(wake_fd):
                     return None
 
     def _next_message(self) -> tuple[int, list[memoryview]] | None:
@@ -360,11 +360,11 @@ class ClusterLink:
                 if self._host_of[rank] is host:
                     raise host.deaths[rank]
 
-    def _wait(self, seconds: float, beside: int | None) -> tuple[int, list[memoryview]] | None:
+    def _wait(self, seconds: float, wake_fd: int | None) -> tuple[int, list[memoryview]] | None:
         """Wait for any event; return a message if it is one of this host's."""
         seconds = min(seconds, _LOOK_SECONDS)
-        if beside is not None:
-            self._epoll.register(beside, select.EPOLLIN)
+        if wake_fd is not None:
+            self._epoll.register(wake_fd, select.EPOLLIN)
         try:
             if self._local is not None:
                 return self._local.receive(seconds, self._epoll.fileno())
@@ -372,8 +372,8 @@ class ClusterLink:
             poller.register(self._epoll.fileno(), select.POLLIN)
             DEFER_INTERRUPT.wait(poller, 1_000 * seconds)
         finally:
-            if beside is not None:
-                self._epoll.unregister(beside)
+            if wake_fd is not None:
+                self._epoll.unregister(wake_fd)
         return None
 
     def close(self) -> None:

@@ -171,7 +171,7 @@ class Tiers:
             remaining = _POLL_SECONDS if end is None else min(end - time.monotonic(), _POLL_SECONDS)
             if remaining <= 0:
                 return False
-            self._client.wait_beside(self._compiler.descriptor, remaining)
+            self._client.wait_for_message_or(self._compiler.descriptor, remaining)
             self._handle_answers(self._compiler.answers() or self._compiler.end_if_stuck(begin))
         self._swap_in(now=True)
         while in_time := self._client.wait_compiled(end):

@@ -292,6 +292,7 @@ class CompiledLanes:
         #: for each call, an ``itemgetter`` of its operands
         self._calls = [itemgetter(*operand_order[first : first + LANES * width]) for first in calls]
         params = [index for lane in lanes.params for index in lane]
+        # the dummy lanes of the last call get number 0
         params += [0] * (len(lanes.lane.params) * len(calls) * LANES - len(params))
         self._param_indices = torch.tensor(params).reshape(len(calls), -1)
         outputs_per_lane = _new_output_count(lanes, node)

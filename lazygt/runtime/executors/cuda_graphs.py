@@ -358,7 +358,7 @@ def copied(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [results[position] for position in range(len(values))]
 
 
-def own_storages(values: dict[int, Any], storages: set[int]) -> dict[int, Any]:
+def copy_storages(values: dict[int, Any], storages: set[int]) -> dict[int, Any]:
     """Replace values in these storages by copies; views of one storage share the copy."""
     copies: dict[int, torch.UntypedStorage] = {}
     for number, value in values.items():

@@ -182,7 +182,7 @@ class Exchange:
             ProtocolError: the meta is no dense tensor's, or its bytes are missing.
         """
         meta = put.meta
-        borrowed = put.offset
+        borrowed = put.offset  # the slot that stays in use as the value's memory, if any
         if meta.offset or meta.extent != meta.numel:
             raise ProtocolError(f"the memory of a tensor that is sent has gaps: {meta}")
         nbytes = meta.nbytes

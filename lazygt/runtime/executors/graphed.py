@@ -30,7 +30,7 @@ from lazygt.runtime.executors.cuda_graphs import (
     Uncapturable,
     address,
     copied,
-    own_storages,
+    copy_storages,
 )
 from lazygt.runtime.executors.eager import EagerExecutor, Outcome
 from lazygt.runtime.executors.interpreter import CheckedInterpreter, Stopped
@@ -219,7 +219,7 @@ class CapturedPlan:
         return outputs
 
     def _stopped(self, number: int, values: dict[int, Any]) -> Stopped:
-        return Stopped(number, own_storages(values, self._storages()))
+        return Stopped(number, copy_storages(values, self._storages()))
 
     def _captured_param_bits(self, params: tuple[Any, ...]) -> bytes:
         return bits(tuple([params[index] for index in self._captured_params]))

@@ -251,12 +251,12 @@ class CheckedInterpreter:
         """
         node, results = self.schedule.graph.nodes[number], self._results[number]
         try:
-            laid_out = self._checked(number, node, [values[result] for result in results])
+            checked = self._checked(number, node, [values[result] for result in results])
         except Exception as error:  # noqa: BLE001 - reported to the client
             failures = [_failure(number, node, error)]
             self._mark_failed(node, results, Failed(failures[0]), values, failures)
             return failures
-        values.update(zip(results, laid_out, strict=True))
+        values.update(zip(results, checked, strict=True))
         return []
 
     def _mark_failed(

@@ -67,8 +67,8 @@ def split_into_segments(
         for number, node in enumerate(nodes)
     ]
     runs = _grouped(nodes, capturable_nodes)
-    while split_apart := _shares_outside_seeds(schedule, runs):
-        for number in split_apart:
+    while seed_sharing := _shares_outside_seeds(schedule, runs):  # fewer each time, so it ends
+        for number in seed_sharing:
             capturable_nodes[number] = False
         runs = _grouped(nodes, capturable_nodes)
     if not any(captured for _, _, captured in runs):

@@ -173,13 +173,13 @@ class ProcessLink:
             self._wake()
 
     def receive(
-        self, timeout: float | None, beside: int | None = None
+        self, timeout: float | None, wake_fd: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
         """Return the next message of any rank, as ``(rank, frames)``.
 
         Args:
             timeout: seconds to wait; 0: don't wait; None: wait for ever.
-            beside: a descriptor that also ends the wait when it becomes readable.
+            wake_fd: a descriptor that also ends the wait when it becomes readable.
 
         Returns:
             None if the wait has ended without a message. Messages that have arrived come before any
@@ -198,12 +198,12 @@ class ProcessLink:
                 if self._closed:
                     self._check_open()
                 message = (
-                    self._next_in_mailboxes(timeout != 0 and beside is None)
+                    self._next_in_mailboxes(timeout != 0 and wake_fd is None)
                     or self._next_on_sockets()
                 )
                 if message is not None:
                     return message
-                if not self._wait(until, beside):
+                if not self._wait(until, wake_fd):
                     return None
 
     def close(self, at_once: bool = False) -> None:
@@ -289,7 +289,7 @@ class ProcessLink:
     def _refusal_error(self, rank: int) -> ProtocolError:
         return ProtocolError(f"worker {rank} dropped this session: {self._refused[rank]}")
 
-    def _wait(self, until: float | None, beside: int | None) -> bool:
+    def _wait(self, until: float | None, wake_fd: int | None) -> bool:
         """Wait for an event; return False if the caller has to stop waiting, True to look again.
 
         Called when no message is left. Pings quiet workers and records deaths meanwhile.
@@ -309,24 +309,24 @@ class ProcessLink:
         seconds = self._next_check - now
         if remaining is not None:
             seconds = min(seconds, max(remaining, 0))
-        ready = self._poll(seconds, beside)
+        ready = self._poll(seconds, wake_fd)
         for fd in ready:
             if fd in self._pool.rank_of:
                 self._reap(self._pool.rank_of[fd])
-        if beside in ready:
+        if wake_fd in ready:
             return False
         return bool(ready) or remaining is None or remaining > 0
 
-    def _poll(self, seconds: float, beside: int | None) -> list[int]:
-        """Wait for any event, also of ``beside``; return the readable descriptors."""
+    def _poll(self, seconds: float, wake_fd: int | None) -> list[int]:
+        """Wait for any event, also of ``wake_fd``; return the readable descriptors."""
         poller, wakeup = self._pool.poller, self._pool.wakeup
-        if beside is not None:
-            poller.register(beside, select.POLLIN)
+        if wake_fd is not None:
+            poller.register(wake_fd, select.POLLIN)
         try:
             ready = [fd for fd, _ in DEFER_INTERRUPT.wait(poller, math.ceil(seconds * 1000))]
         finally:
-            if beside is not None:
-                poller.unregister(beside)
+            if wake_fd is not None:
+                poller.unregister(wake_fd)
         for fd in ready:
             if fd == wakeup:
                 os.eventfd_read(wakeup)

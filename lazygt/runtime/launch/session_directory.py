@@ -31,7 +31,7 @@ _CONTENT = re.compile(
 _MODE = 0o700
 #: Types of a record's fields, see `_process`.
 _KINDS = {"pid": int, "start": int, "boot": str, "namespace": str}
-_MOST_BYTES = 4096  # of a record
+_MAX_BYTES = 4096  # of a record
 
 
 class SessionDirectory:
@@ -146,7 +146,7 @@ def _read_record(fd: int) -> dict[str, Any] | None:
         # not blocking: it may be a pipe of somebody's
         file = os.open(RECORD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
         try:
-            record = json.loads(os.read(file, _MOST_BYTES))
+            record = json.loads(os.read(file, _MAX_BYTES))
         finally:
             os.close(file)
     except (OSError, ValueError, RecursionError):

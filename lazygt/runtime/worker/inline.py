@@ -112,15 +112,15 @@ class InlineLink:
             self._replies.extend(self._worker.handle(list(frames)))
 
     def receive(
-        self, timeout: float | None, beside: int | None = None
+        self, timeout: float | None, wake_fd: int | None = None
     ) -> tuple[int, list[memoryview]] | None:
         """Return the next reply, or None if there is none."""
         if not self._replies:
             if timeout is None:
                 raise LazyGTError("the inline worker owes no answer; please report this")
-            if beside is not None:
+            if wake_fd is not None:
                 poller = select.poll()
-                poller.register(beside, select.POLLIN)
+                poller.register(wake_fd, select.POLLIN)
                 DEFER_INTERRUPT.wait(poller, timeout * 1000)
             return None
         return 0, cast(list[memoryview], self._replies.popleft())
@@ -133,7 +133,7 @@ class InlineLink:
 # -- dry worker ------------------------------------------------------------------------------------
 
 #: Largest fetch that is answered with zeros, in bytes.
-MOST_ZEROS = 1 << 30
+MAX_ZEROS = 1 << 30
 
 
 class DryWorker(Worker):
@@ -168,7 +168,7 @@ class _ZeroExchange(Exchange):
 
     def send(self, value: Value, buffers: list[Buffer]) -> Fetched | Failure:
         if isinstance(value, torch.Tensor) and value.is_meta:
-            if value.nbytes > MOST_ZEROS:
+            if value.nbytes > MAX_ZEROS:
                 raise MemoryError(
                     f"the script fetches a tensor of {value.nbytes} bytes; nothing is computed "
                     f"here, and so many zeros are not made up"

@@ -322,7 +322,7 @@ class Worker:
         remaining = iter(buffers)
         for put in run.puts:
             self.exchange.receive(put, remaining, done)
-        if run.digest is None:
+        if run.digest is None:  # then ``frees`` is None or (0, all ids)
             done.releases.extend(self.store.free(run.frees[1] if run.frees else ()))
         else:
             self._execute(run, done)

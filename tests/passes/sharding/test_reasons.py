@@ -111,7 +111,7 @@ def test_only_the_dearest_are_looked_into(
     every = reasons(decided)
     assert len(every) > 1
     assert [each.seconds for each in every] == sorted((e.seconds for e in every), reverse=True)
-    monkeypatch.setattr(module, "MOST", 1)
+    monkeypatch.setattr(module, "MAX_REASONS", 1)
     assert reasons(decided) == every[:1]
 
 

@@ -147,7 +147,7 @@ def test_code_that_can_not_be_loaded_there_is_for_no_host(cache: Cache, far: Far
 def test_a_host_that_keeps_nothing_is_not_asked_for_ever(
     cache: Cache, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Cache, "take", lambda *_: None)
+    monkeypatch.setattr(Cache, "store_copy", lambda *_: None)
     installs = installs_of(cache, far)
     installs.ready([KEY])
     assert far.answer(installs) == [(2, 0), (4, 0), (2, 2), (4, 2)]

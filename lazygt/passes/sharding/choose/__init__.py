@@ -214,7 +214,7 @@ R = Replicate()
 _REPLICATED = Annotation(R)
 #: Weight of a byte of a value that was broadcast from a smaller one. Such a value can be computed
 #: replicated without communication; sharding it pays only if much work is divided.
-_GROWN_WEIGHT = 4
+_BROADCAST_WEIGHT = 4
 
 
 class _Connected(NamedTuple):
@@ -284,7 +284,7 @@ class Connections:
         metas: of every value.
         entries: the strategies of each node.
         prices: costs of redistributions.
-        grown: values that every rank could compute replicated without communication.
+        broadcast: values that every rank could compute replicated without communication.
 
     Attributes:
         provided: see ``AxisProblem``.
@@ -296,7 +296,7 @@ class Connections:
         metas: Metas,
         entries: Sequence[StrategySet],
         prices: ReshardingCosts,
-        grown: Collection[int] = (),
+        broadcast: Collection[int] = (),
     ) -> None:
         self.sizes = [len(entry.strategies) for entry in entries]
         self.factors: list[tuple[Scope, Table]] = []
@@ -305,8 +305,8 @@ class Connections:
         self._chains, self._entries, self._prices = chains, entries, prices
         self._kinds = list(map(id, entries))
         self._nbytes = [0 if meta is None else meta.nbytes for meta in metas]
-        for value in grown:
-            self._nbytes[value] *= _GROWN_WEIGHT
+        for value in broadcast:
+            self._nbytes[value] *= _BROADCAST_WEIGHT
         self._placement_columns: dict[tuple[int, bool, Positions], Options] = {}
         self._options_cache: dict[tuple[object, ...], Options] = {}
         self._first_options: dict[int, Options] = {}
@@ -391,6 +391,9 @@ class Connections:
         available = self._produced_options(producer, annotation or _REPLICATED, wants)
         if producer is not None and not producer[1] and self._entries[producer[0]].takes_time:
             sums.charge(0, self._entries[producer[0]].costs)
+        # With several users, the placements that the value is provided in are a variable of their
+        # own: the conversion to them is paid once. So they are for an input whose placement is
+        # free, and for a computed value with a fixed one.
         if len(wants) > 1 or kind == ("free" if producer is None else "fixed"):
             fixed = annotation.placement if annotation is not None and kind == "fixed" else None
             options, own_variable = self._options(available, fixed, wants), len(users) + 1

@@ -374,7 +374,7 @@ class Elimination:
             self._bound += tables.value(table)
 
     def _add_larger(self, scope: Scope, table: int) -> None:
-        """Add a factor over three or more variables."""
+        """Add a factor over three or more variables, which makes each two of them neighbours."""
         factor = len(self._scopes)
         self._scopes.append(scope)
         self._table_of.append(table)
@@ -445,6 +445,7 @@ def solve(problem: Problem, cap: int = TABLE_CAP) -> Solution:
         raise Infeasible("every joint choice costs infinity: some factors contradict each other")
     choices, cost = eliminated.choices, eliminated.bound
     if eliminated.relaxed:
+        # the choices were for the relaxed problem: eliminate again with the relaxed variables fixed
         fixed = {v: choices[v] for v in eliminated.relaxed}
         again = Elimination(problem.sizes, problem.factors, cap, fixed).run()
         better = min((choices, again.choices), key=lambda candidate: evaluate(problem, candidate))

@@ -128,7 +128,7 @@ def changed(
 
 #: A run-time number of each kind: metas depend on the kind alone.
 _SAMPLES: dict[str, Any] = {"float": 1.0, "int": 1, "bool": True, "complex": 1j}
-_MOST_INFERRED = 20_000
+_MAX_INFERRED = 20_000
 _inferred: OrderedDict[Any, Results | None] = OrderedDict()
 _shapes = Shapes()
 
@@ -550,7 +550,7 @@ class Builder:
             if results is not None:
                 _shapes.learn(f, args, kwargs, metas, self._samples, results)
         _inferred[key] = results
-        if len(_inferred) > _MOST_INFERRED:
+        if len(_inferred) > _MAX_INFERRED:
             _inferred.popitem(last=False)
         return results
 

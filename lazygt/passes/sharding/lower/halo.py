@@ -25,7 +25,7 @@ Rows = tuple[int, int]
 #: Rows that a rank has, or is to have, in order.
 Ranges = tuple[Rows, ...]
 #: Most pieces of one rank's rows; more are not worth the slices and concatenations.
-MOST_PIECES = 32
+MAX_PIECES = 32
 
 
 class Piece(NamedTuple):
@@ -128,7 +128,7 @@ class RowExchange:
     @property
     def has_few_pieces(self) -> bool:
         """True if each rank gets its rows in few pieces."""
-        return max(map(len, self.pieces), default=0) <= MOST_PIECES
+        return max(map(len, self.pieces), default=0) <= MAX_PIECES
 
 
 def blocks(size: int, axis_size: int, start: int = 0) -> tuple[Ranges, ...]:
@@ -169,7 +169,7 @@ def rows_between(have: Cut, want: Cut, size: int, axis_size: int) -> RowExchange
 
     None where the exchange would have too many pieces.
     """
-    if max(_group_count(have), _group_count(want)) > MOST_PIECES:
+    if max(_group_count(have), _group_count(want)) > MAX_PIECES:
         return None
     move = RowExchange(have.dim, ranges_of(have, size, axis_size), ranges_of(want, size, axis_size))
     return move if move.has_few_pieces else None

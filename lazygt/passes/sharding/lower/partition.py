@@ -42,7 +42,7 @@ class LocalProgram:
     #: for each value of the global program: placement -> number of the local value with that
     #: placement; the placement that it was produced with is the first
     values: tuple[Mapping[Placement, int], ...] = ()
-    alike: bool = False  # whether every rank of the axis has the same program
+    is_rank_independent: bool = False  # whether every rank of the axis has the same program
     #: whether requesting ``outputs`` as the wanted placements gives the same program
     settled: bool = False
 
@@ -105,8 +105,10 @@ class _Partitioner:
         self._set_source_lines(max(len(self.graph.nodes) - 1, 0))
         local_graph = self.build.graph(outputs)
         graph = replace(local_graph, lines=tuple(self.lines), origins=tuple(self.origins))
-        alike = not self.build.differs
-        return LocalProgram(graph, placements, self._value_numbers(), alike, self.settled)
+        is_rank_independent = not self.build.differs
+        return LocalProgram(
+            graph, placements, self._value_numbers(), is_rank_independent, self.settled
+        )
 
     def _value_numbers(self) -> tuple[Mapping[Placement, int], ...]:
         """Return ``LocalProgram.values``."""

@@ -45,7 +45,7 @@ class OpenedChoice(NamedTuple):
 
     entries: list[StrategySet]  # of each node
     #: values that are sharded only because they were broadcast from smaller sharded ones
-    grown: Collection[int]
+    broadcast: Collection[int]
 
 
 def open_strategies(
@@ -72,7 +72,9 @@ def open_strategies(
     reach = Reach(chains, metas, catalogue, annotations, explore)
     steps = reach.steps()
     hints = Hints(reach, steps)
-    grown, near = spared_values(steps, metas, reach.reached, reach.annotated_shards)
+    broadcast, derived_from_annotated = replicable_values(
+        steps, metas, reach.reached, reach.annotated_shards
+    )
     cache: dict[tuple[int, _Request], StrategySet] = {}
     opened_entries = []
     for number, step in enumerate(steps):
@@ -83,9 +85,9 @@ def open_strategies(
             hints.of_operands(step),
             hints.of_results(results) if entry.only_shards_results else (),
             fixed_placements,
-            not grown.isdisjoint(results),
-            not (entry.takes_time or near.isdisjoint(results)),
-            tuple([value in grown for value in refs]) if entry.is_attention else (),
+            not broadcast.isdisjoint(results),
+            not (entry.takes_time or derived_from_annotated.isdisjoint(results)),
+            tuple([value in broadcast for value in refs]) if entry.is_attention else (),
         )
         opened = cache.get((kind, request))
         if opened is None:
@@ -94,7 +96,7 @@ def open_strategies(
             entry.strategies[0], fixed_placements
         )
         opened_entries.append(_with_replicated(opened, entry) if may_be_replicated else opened)
-    return OpenedChoice(opened_entries, grown)
+    return OpenedChoice(opened_entries, broadcast)
 
 
 class _Request(NamedTuple):
@@ -106,11 +108,11 @@ class _Request(NamedTuple):
     #: the required placement of each operand; empty if there are none
     fixed_placements: FixedPlacements
     #: whether the results are sharded only because they were broadcast from sharded values
-    grown: bool
-    is_near: bool  # whether the node is a view of a value that annotations shard
+    broadcast: bool
+    is_annotated_view: bool  # whether the node is a view of a value that annotations shard
     #: for each operand, whether it may be replicated before a broadcast; empty unless the node is
     #: an attention
-    grown_operands: tuple[bool, ...]
+    broadcast_operands: tuple[bool, ...]
 
 
 def _with_replicated(opened: StrategySet, entry: StrategySet) -> StrategySet:
@@ -164,15 +166,15 @@ def _opened(reach: Reach, entry: StrategySet, node: _Request) -> StrategySet:
         )
     else:
         # no large operand is gathered only to be sharded again
-        may_shard_results = node.grown or not any(mask & ~PARTIAL_BITS for mask in masks)
+        may_shard_results = node.broadcast or not any(mask & ~PARTIAL_BITS for mask in masks)
         results = node.results if may_shard_results else ()
         open_set = open_set.keep(
             lambda _, strategy: reach.is_reached(
-                strategy, wanted_masks, results, node.grown_operands
+                strategy, wanted_masks, results, node.broadcast_operands
             )
         )
-    may_be_whole = reach.explore or node.grown or node.is_near
-    if divides and (entry.is_heavy or not may_be_whole):
+    may_stay_replicated = reach.explore or node.broadcast or node.is_annotated_view
+    if divides and (entry.is_heavy or not may_stay_replicated):
         shares = open_set.shares
         open_set = open_set.keep(
             lambda number, strategy: (
@@ -408,28 +410,28 @@ def _kind(node: Node) -> Kind:
     return Kind(ends, node.op in _ADDITIONS, through, divides)
 
 
-class Spared(NamedTuple):
+class MayReplicate(NamedTuple):
     """Values that may be replicated although shards reached them."""
 
     #: values sharded only because they were broadcast from smaller sharded values. Gathering the
     #: smaller values sends less than gathering later.
-    grown: set[int]
+    broadcast: set[int]
     #: values computed from a single value that annotations shard; gathering that value serves all
     #: its views
-    near: set[int]
+    derived_from_annotated: set[int]
 
 
-def spared_values(
+def replicable_values(
     steps: Sequence[Step], metas: Metas, reached: Sequence[int], annotated: Collection[int]
-) -> Spared:
+) -> MayReplicate:
     """Return the values that may be replicated although shards reached them.
 
     Args:
         reached: the mask of each value.
         annotated: the values that annotations shard.
     """
-    grown: set[int] = set()
-    sharded, near = set(annotated), set(annotated)
+    broadcast: set[int] = set()
+    sharded, derived_from_annotated = set(annotated), set(annotated)
     kinds = kinds_of(steps)
     grows: dict[int, tuple[bool, ...]] = {}
     for _, refs, results, kind, _ in steps:
@@ -441,17 +443,17 @@ def spared_values(
         sharded.update(sharded_results)
         if kinds[kind].ends:
             continue
-        if len(refs) == 1 and refs[0] in near:
-            near.update(sharded_results)
+        if len(refs) == 1 and refs[0] in derived_from_annotated:
+            derived_from_annotated.update(sharded_results)
         if kind not in grows:  # nodes of a kind have the same metas
             nbytes = max([_nbytes(metas, value) for value in results])
             grows[kind] = tuple([2 * _nbytes(metas, value) <= nbytes for value in refs])
         for value, is_smaller in zip(refs, grows[kind], strict=True):
-            if not is_smaller and value in sharded and value not in grown:
+            if not is_smaller and value in sharded and value not in broadcast:
                 break
         else:
-            grown.update(results)
-    return Spared(grown, near)
+            broadcast.update(results)
+    return MayReplicate(broadcast, derived_from_annotated)
 
 
 def _nbytes(metas: Metas, value: int) -> int:

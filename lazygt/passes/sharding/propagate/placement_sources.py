@@ -32,7 +32,7 @@ from lazygt.graph.placement import (
 from lazygt.passes.base import new_versions, view_source
 from lazygt.passes.sharding.choose.catalogue import StrategyCatalogue, StrategySet
 from lazygt.passes.sharding.lower.builder import Builder
-from lazygt.passes.sharding.lower.halo import MOST_PIECES
+from lazygt.passes.sharding.lower.halo import MAX_PIECES
 from lazygt.passes.sharding.marks import (
     ENTER,
     PLACE,
@@ -344,7 +344,7 @@ def _grouped_placement(borders: Collection[int], dim: int, size: int) -> Strided
     """Return the placement of a dim that shards each group between these borders; None if none."""
     all_borders = sorted({0, size, *borders})
     sizes = [stop - start for start, stop in pairwise(all_borders)]
-    if min(sizes, default=0) < 2 or len(sizes) > MOST_PIECES:
+    if min(sizes, default=0) < 2 or len(sizes) > MAX_PIECES:
         return None
     placement = side_by_side(dim, sizes)
     return placement if isinstance(placement, StridedShard) else None

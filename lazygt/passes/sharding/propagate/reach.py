@@ -366,7 +366,7 @@ class Reach:
         strategy: Strategy,
         masks: Masks,
         results: Masks = (),
-        grown: tuple[bool, ...] = (),
+        broadcast: tuple[bool, ...] = (),
     ) -> bool:
         """Return whether a strategy shards nothing, or is reached by the masks of its operands.
 
@@ -375,7 +375,7 @@ class Reach:
         Args:
             masks: for each operand, the placements that reached it.
             results: for each result, the wanted shards.
-            grown: for each operand, whether it may be replicated before a broadcast.
+            broadcast: for each operand, whether it may be replicated before a broadcast.
         """
         if not masks:
             return True  # a factory produces the shards that its users want
@@ -385,7 +385,7 @@ class Reach:
             is_consistent = all(
                 wanted[position] & masks[position]
                 if wanted[position]
-                else not masks[position] & ~PARTIAL_BITS or (grown and grown[position])
+                else not masks[position] & ~PARTIAL_BITS or (broadcast and broadcast[position])
                 for position in strategy.preplaced
             )
             return is_consistent and any(map(and_, wanted, masks))
