@@ -136,11 +136,12 @@ def strided_strategies(
         position: position of the operand.
         placement: of the operand.
     """
+    call = Call(node, metas, axis_size)
     if node.op in views.RESHAPES:
-        return _listed(views.view_strategy(Call(node, metas, axis_size), placement))
+        return _listed(views.view_strategy(call, placement))
     for ops, strategy_of in _IN_PIECES:
-        if node.op in ops and packed.cut_dim(node, metas, axis_size) == placement.dim:
-            return _listed(strategy_of(Call(node, metas, axis_size), placement))
+        if node.op in ops and packed.cut_dim(call) == placement.dim:
+            return _listed(strategy_of(call, placement))
     tensors = [metas[number] for number in node.refs()]
     candidates = (
         strategy for strategy in strategies if strategy.inputs[position] == Shard(placement.dim)

@@ -41,7 +41,6 @@ from lazygt.passes.sharding.rules.strategy import (
     Call,
     Collective,
     Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -76,9 +75,8 @@ def with_length_strategies(rules: Mapping[str, Rule], backward: bool = False) ->
 def _with_length_strategies(rule: Rule, backward: bool) -> Rule:
     """Extend one attention rule by the strategies along the length."""
 
-    def length_rule(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
-        batch_or_heads = list(rule(node, metas, axis_size))
+    def length_rule(call: Call) -> Sequence[Strategy]:
+        batch_or_heads = list(rule(call))
         if has_dropout(call):
             return batch_or_heads
         ring_strategies = _ring_strategies(call, backward)

@@ -19,7 +19,6 @@ from lazygt.passes.sharding.rules.strategy import (
     Call,
     LocalLowering,
     Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -50,9 +49,8 @@ _RULE_BY_RANKS = {
 _ALIGNMENT_BYTES = 16
 
 
-def _grouped_mm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _grouped_mm(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``_grouped_mm``."""
-    call = Call(node, metas, axis_size)
     ranks = len(call.shape("self")), len(call.shape("mat2"))
     if ranks not in _RULE_BY_RANKS or call.has("bias") or (ranks != (3, 3)) != call.has("offs"):
         return ()
@@ -128,9 +126,8 @@ def _padded_operand(build: Builder, value: Ref, dims: int) -> Ref:
 # -- embedding lookups, embedding bags, and their gradients ----------------------------------------
 
 
-def _embedding(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _embedding(call: Call) -> Sequence[Strategy]:
     """Return the strategies of embedding: by tokens, features, table rows, or row exchange."""
-    call = Call(node, metas, axis_size)
     count, features = call.shape("weight")
     strategies = [
         call.strategy(S(dim), indices=S(dim)) for dim in shardable_dims(call.shape("indices"))
@@ -164,12 +161,11 @@ def _lower_lookup(count: int) -> Lowering:
     return lower
 
 
-def _embedding_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _embedding_backward(call: Call) -> Sequence[Strategy]:
     """Return the strategies of an embedding's backward.
 
     Scaling by token frequency needs the full batch, so tokens and rows are not sharded then.
     """
-    call = Call(node, metas, axis_size)
     count, features = call["num_weights"], call.shape("grad_output")[-1]
     tokens = shardable_dims(call.shape("indices")) if not call["scale_grad_by_freq"] else []
     strategies = [call.strategy(P, grad_output=S(dim), indices=S(dim)) for dim in tokens]
@@ -233,13 +229,12 @@ def _send_gradients(call: Call, dim: int) -> Strategy:
 _SUM, _MEAN, _MAX = range(3)
 
 
-def _bag(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _bag(call: Call) -> Sequence[Strategy]:
     """Return the strategies of embedding bags: sharded by features or by table rows.
 
     The results after the first depend on the replicated indices alone.
     """
-    call = Call(node, metas, axis_size)
-    rest: list[Placement] = [R] * (len(node.results) - 1)
+    rest: list[Placement] = [R] * (len(call.node.results) - 1)
     if call["mode"] == _MAX:
         return ()
     strategies = [call.strategy([P, *rest], weight=P)]
@@ -291,9 +286,8 @@ def _run_bags(build: Builder, node: Node, args: Mapping[str, Arg]) -> Sequence[R
     return results
 
 
-def _bag_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _bag_backward(call: Call) -> Sequence[Strategy]:
     """Return the strategies of the backward of bags: by features or by table rows."""
-    call = Call(node, metas, axis_size)
     if call["mode"] == _MAX or call.args.get("sparse"):
         return ()
     strategies = [call.strategy(P, grad=P)]

@@ -17,7 +17,6 @@ from lazygt.passes.sharding.rules import index_exchange
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -37,9 +36,8 @@ def _is_summable(call: Call) -> bool:
     return call.meta("self").dtype != torch.bool
 
 
-def _index_select(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _index_select(call: Call) -> Sequence[Strategy]:
     """Return the strategies of index_select."""
-    call = Call(node, metas, axis_size)
     shape = call.shape("self")
     if not shape:
         return ()
@@ -71,12 +69,11 @@ def _lower_index_select(dim: int, size: int) -> Lowering:
     return lower
 
 
-def _gather(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _gather(call: Call) -> Sequence[Strategy]:
     """Return the strategies of gather.
 
     The index may be smaller than the operand, so a dim is sharded in both only if sizes are equal.
     """
-    call = Call(node, metas, axis_size)
     shape, index = call.shape("self"), call.shape("index")
     if not shape or not index:
         return ()
@@ -126,8 +123,7 @@ def _scatter(added: bool) -> Rule:
     dim other than the indexed one is sharded if all operands have the same size along the dim.
     """
 
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
+    def strategies(call: Call) -> Sequence[Strategy]:
         shape, index = call.shape("self"), call.shape("index")
         if not shape or not index:
             return ()
@@ -143,7 +139,7 @@ def _scatter(added: bool) -> Rule:
             if index[dim] > 1 and call.shape("src")[dim] == index[dim]:
                 strategies.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
         same_shape = call.has("src") and call.shape("src") == index
-        replaces = added or node.op in _REPLACING
+        replaces = added or call.node.op in _REPLACING
         if dim == 0 and replaces and index_exchange.is_row_index(call, "index") and same_shape:
             strategies += index_exchange.put_strategies(
                 call, "index", "src", added, by_element=True
@@ -196,9 +192,8 @@ def _lower_scatter(dim: int) -> Lowering:
     return lower
 
 
-def _index_add(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _index_add(call: Call) -> Sequence[Strategy]:
     """Return the strategies of index_add."""
-    call = Call(node, metas, axis_size)
     shape = call.shape("self")
     if not shape:
         return ()
@@ -212,16 +207,15 @@ def _index_add(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     return [*strategies, call.strategy(P, self=P, source=P)]
 
 
-def _index(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _index(call: Call) -> Sequence[Strategy]:
     """Return the strategies of index (advanced indexing).
 
     The operand's dims without an index are sharded. With a single index tensor also the dims of
     that tensor and the indexed dim are sharded.
     """
-    call = Call(node, metas, axis_size)
     shape, indices = call.shape("self"), call["indices"]
     indexed = [dim for dim, index in enumerate(indices) if index is not None]
-    index_metas = [metas[indices[dim].index] for dim in indexed]
+    index_metas = [call.metas[indices[dim].index] for dim in indexed]
     integer_metas = [meta for meta in index_metas if meta is not None and meta.dtype != torch.bool]
     if (
         not indexed
@@ -267,16 +261,15 @@ def _lower_index(dim: int, size: int) -> Lowering:
     return lower
 
 
-def _index_put(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _index_put(call: Call) -> Sequence[Strategy]:
     """Return the strategies of index_put: dims without an index are sharded.
 
     With ``accumulate`` there are also strategies of partial sums.
     """
-    call = Call(node, metas, axis_size)
     shape, indices, values = call.shape("self"), call["indices"], call.shape("values")
     strategies = [call.strategy(P, self=P, values=P)] if call["accumulate"] else []
     index_metas = [
-        m for index in indices if index is not None and (m := metas[index.index]) is not None
+        m for index in indices if index is not None and (m := call.metas[index.index]) is not None
     ]
     indexed = [dim for dim, index in enumerate(indices) if index is not None]
     masked = any(meta.dtype in (torch.bool, torch.uint8) for meta in index_metas)

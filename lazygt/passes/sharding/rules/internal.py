@@ -33,7 +33,6 @@ from lazygt.passes.sharding.rules.strategy import (
     Call,
     LocalLowering,
     Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -57,23 +56,20 @@ if TYPE_CHECKING:
 _FILLS: dict[str, int | None] = {"zeros": 0, "ones": 1, "empty": None, "empty_strided": None}
 
 
-def _sized(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _sized(call: Call) -> Sequence[Strategy]:
     """Return the strategies of zeros, ones, full, empty."""
-    call = Call(node, metas, axis_size)
     shape = call.result().shape
     return [call.strategy(S(dim)).by(sized(shape)) for dim in shardable_dims(shape)]
 
 
-def _strided(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _strided(call: Call) -> Sequence[Strategy]:
     """Return the strategies of empty_strided; blocks are row-major for any ``stride``."""
-    call = Call(node, metas, axis_size)
     meta = call.result()
     return [call.strategy(S(dim)).by(_create_local(meta)) for dim in shardable_dims(meta.shape)]
 
 
-def _like(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _like(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``*_like`` and ``new_*`` ops: any operand and result placement."""
-    call = Call(node, metas, axis_size)
     meta = call.result()
     result_dims, shape = shardable_dims(meta.shape), call.shape("self")
     operand_placements: list[Placement] = [*map(S, shardable_dims(shape)), P, PMAX, PMIN]
@@ -112,9 +108,8 @@ def _fill_value(args: dict[str, Arg], op: str) -> Arg:
     return args["fill_value"] if name == "full" else _FILLS[name]
 
 
-def _arange(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _arange(call: Call) -> Sequence[Strategy]:
     """Return the strategy of arange for integers, where a block's start is exact."""
-    call = Call(node, metas, axis_size)
     start, step = call.args.get("start", 0), call.args.get("step", 1)
     size = call.result().numel
     if size < 2 or type(start) is not int or type(step) is not int:
@@ -129,12 +124,11 @@ def _arange(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     return [call.strategy(S(0), out=S(0)).by(lower)]
 
 
-def _random_like(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _random_like(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``rand_like``: a replicated result, any placement of the operand.
 
     All ranks draw the full tensor, so the numbers equal those of one device.
     """
-    call = Call(node, metas, axis_size)
     meta = call.meta("self")
     operand_placements: list[Placement] = [*map(S, shardable_dims(meta.shape)), P]
 
@@ -149,13 +143,12 @@ def _random_like(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]
     ]
 
 
-def _dropout(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _dropout(call: Call) -> Sequence[Strategy]:
     """Return the strategies of dropout, with the random numbers of one device.
 
     Every rank applies dropout to a full tensor of ones, and multiplies its operand block by its
     block of the result.
     """
-    call = Call(node, metas, axis_size)
     meta = call.meta("input")
 
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
@@ -198,18 +191,18 @@ def _commuting_partials(node: Node) -> Sequence[Partial]:
     return PARTIALS
 
 
-def _collective(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _collective(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a collective: unmoved dims sharded, or commuting partials."""
-    meta = metas[node.args[0].index]
+    meta = call.metas[call.node.args[0].index]
     if meta is None:
         return ()
-    moved_dims = _moved_dims(node)
+    moved_dims = _moved_dims(call.node)
     placements: list[Placement] = [
         S(dim) for dim in shardable_dims(meta.shape) if dim not in moved_dims
     ]
     return [
         Strategy((placement,), (placement,), _lower_collective(placement))
-        for placement in (*placements, *_commuting_partials(node))
+        for placement in (*placements, *_commuting_partials(call.node))
     ]
 
 
@@ -227,17 +220,17 @@ def _lower_collective(placement: Placement) -> Lowering:
     return lower
 
 
-def _row_exchange(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _row_exchange(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``take_rows`` and ``put_rows``.
 
     Sharded are the dims within a row, or the indices. Rows are put into partial sums if the indices
     are sharded.
     """
-    value, index = (metas[value] for value in node.refs()[:2])
+    value, index = (call.metas[value] for value in call.node.refs()[:2])
     if value is None or index is None:
         return ()
-    is_take = node.op == TAKE_ROWS
-    is_sum = is_take or node.args[-2]
+    is_take = call.node.op == TAKE_ROWS
+    is_sum = is_take or call.node.args[-2]
     summable = is_sum and value.dtype != torch.bool
     placements: list[Placement] = [S(dim) for dim in shardable_dims(value.shape) if dim > 0]
     placements += [P] if summable else []
@@ -269,26 +262,25 @@ def _lower_row_exchange(placement: Placement) -> Lowering:
     return lower
 
 
-def _mark_placements(node: Node, metas: Metas) -> Sequence[Placement]:
+def _mark_placements(call: Call) -> Sequence[Placement]:
     """Return all placements of a mark's operand."""
-    meta = metas[node.args[0].index]
+    meta = call.metas[call.node.args[0].index]
     return () if meta is None else (R, *map(S, shardable_dims(meta.shape)), *PARTIALS)
 
 
-def _enter(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _enter(call: Call) -> Sequence[Strategy]:
     """Return the strategies of an enter mark: any placement passes through."""
     return [
-        Strategy((placement,), (placement,), _lower_mark)
-        for placement in _mark_placements(node, metas)
+        Strategy((placement,), (placement,), _lower_mark) for placement in _mark_placements(call)
     ]
 
 
-def _leave(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _leave(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a leave mark, for any placements of its two operands.
 
     The second operand only identifies the stage.
     """
-    placements = _mark_placements(node, metas)
+    placements = _mark_placements(call)
     return [
         Strategy((placement, value), (placement,), _lower_mark)
         for placement in placements

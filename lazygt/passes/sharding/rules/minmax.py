@@ -20,7 +20,6 @@ from lazygt.passes.sharding.rules.strategy import (
     Call,
     Collective,
     Lowering,
-    Metas,
     R,
     Rule,
     S,
@@ -87,16 +86,15 @@ def _gather_comm(count: int, dtype: torch.dtype, axis_size: int, size: int) -> l
     return [Collective("all_gather", count * size * axis_size) for size in sizes]
 
 
-def _topk(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _topk(call: Call) -> Sequence[Strategy]:
     """Return the strategies of topk: along its dim, ranks gather the k best of each block.
 
     Every block must have at least k elements.
     """
-    call = Call(node, metas, axis_size)
     dim, strategies = other_dims(call)
     shape, k = call.shape("self"), call["k"]
     size = shape[dim] if shape else 0
-    if k < 1 or size < 2 or block_size(size, axis_size, axis_size - 1) < k:
+    if k < 1 or size < 2 or block_size(size, call.axis_size, call.axis_size - 1) < k:
         return strategies
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -108,7 +106,7 @@ def _topk(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
         values, selected = build.rerun(node, [best])
         return values, build.op("aten.gather.default", indices, dim, selected)
 
-    comm = _gather_comm(call.result().numel, call.result().dtype, axis_size, size)
+    comm = _gather_comm(call.result().numel, call.result().dtype, call.axis_size, size)
     return [*strategies, call.strategy(R, self=S(dim)).by(lower, comm)]
 
 
@@ -120,8 +118,7 @@ def _arg_extremum(op: str, both: bool) -> Rule:
         both: whether the op returns values and indices; else indices.
     """
 
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
+    def strategies(call: Call) -> Sequence[Strategy]:
         rank = len(call.shape("self"))
         if call["dim"] is None or rank == 0:
             return ()
@@ -136,7 +133,9 @@ def _arg_extremum(op: str, both: bool) -> Rule:
             results = [best, index] if both else [index]
             return results if keepdim else [build.op("aten.squeeze.dim", m, dim) for m in results]
 
-        comm = _gather_comm(call.result().numel, call.meta("self").dtype, axis_size, shape[dim])
+        comm = _gather_comm(
+            call.result().numel, call.meta("self").dtype, call.axis_size, shape[dim]
+        )
         return [*strategies_of_other_dims, call.strategy(R, self=S(dim)).by(lower, comm)]
 
     return strategies
@@ -163,13 +162,12 @@ def _block_extremum(build: Builder, value: Ref, op: str, dim: int, size: int) ->
     return extremum, build.op("aten.zeros_like.default", extremum, dtype=torch.int64)
 
 
-def _multinomial(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _multinomial(call: Call) -> Sequence[Strategy]:
     """Return the strategies of multinomial with one sample per row (exponential trick).
 
     The sample is the argmax of probability / exponential random number, as in torch. All ranks draw
     the numbers of all elements; the probabilities stay sharded.
     """
-    call = Call(node, metas, axis_size)
     meta = call.meta("self")
     dim = len(meta.shape) - 1
     if call["num_samples"] != 1 or call["generator"] is not None:
@@ -179,7 +177,7 @@ def _multinomial(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]
     for sharded_dim in shardable_dims(meta.shape):
         strategy = call.strategy(R if sharded_dim == dim else S(sharded_dim), self=S(sharded_dim))
         comm = (
-            _gather_comm(call.result().numel, meta.dtype, axis_size, meta.shape[dim])
+            _gather_comm(call.result().numel, meta.dtype, call.axis_size, meta.shape[dim])
             if sharded_dim == dim
             else []
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement, Shard, StridedShard, group_sizes, side_by_side
 from lazygt.passes.sharding.lower.halo import RowExchange, blocks, blocks_of_each
-from lazygt.passes.sharding.rules.strategy import Call, Metas, S, Strategy, Values, exchange_comm
+from lazygt.passes.sharding.rules.strategy import Call, S, Strategy, Values, exchange_comm
 
 if TYPE_CHECKING:
     from lazygt.passes.sharding.lower.builder import Builder
@@ -39,7 +39,7 @@ TAKES_APART = _SLICES | {
 
 def cat_strategies(call: Call, dim: int) -> list[Strategy]:
     """Return the strategy of a cat of sharded tensors: the result is a StridedShard."""
-    sizes = [meta.shape[dim] for n in call.node.refs() if (meta := call.metas[n]) is not None]
+    sizes = [meta.shape[dim] for meta in call.operands]
     if len(sizes) < 2 or min(sizes) < 2:
         return []
     return [call.strategy(side_by_side(dim, sizes), tensors=S(dim))]
@@ -94,9 +94,8 @@ def split_in_blocks(call: Call, dim: int) -> list[Strategy]:
     return [call.strategy(S(dim), self=S(dim)).by(lower, exchange_comm(exchange, meta))]
 
 
-def cut_dim(node: Node, metas: Metas, axis_size: int) -> int:
+def cut_dim(call: Call) -> int:
     """Return the dim along which an op splits or slices."""
-    call = Call(node, metas, axis_size)
     return call.dim("dim", len(call.shape("self")))
 
 

@@ -27,7 +27,6 @@ from lazygt.passes.sharding.rules.strategy import (
     PMIN,
     Call,
     Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -90,21 +89,19 @@ _INCREASING = frozenset(
 _EXTREMA = {"maximum.default": PMAX, "minimum.default": PMIN}
 
 
-def pointwise_strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def pointwise_strategies(call: Call) -> Sequence[Strategy]:
     """Return one strategy per dim of the result, and the strategies with partial operands."""
-    if facts(overload(node.op)).random or not node.results:
+    if facts(overload(call.node.op)).random or not call.node.results:
         return ()
-    operands = [metas[number] for number in node.refs()]
-    known = [meta for meta in operands if meta is not None]
-    result = node.results[0]
-    if result is None or not known or len(known) != len(operands):
+    operands, result = call.operands, call.node.results[0]
+    if result is None or not operands or len(operands) != len(call.node.refs()):
         return ()
-    count = len(node.results)
+    count = len(call.node.results)
     pointwise_strategies = [
-        Strategy(tuple(aligned(meta, result.shape, dim) for meta in known), (S(dim),) * count)
+        Strategy(tuple(aligned(meta, result.shape, dim) for meta in operands), (S(dim),) * count)
         for dim in shardable_dims(result.shape)
     ]
-    return [*pointwise_strategies, *_partial_strategies(node, known, result)]
+    return [*pointwise_strategies, *_partial_strategies(call.node, operands, result)]
 
 
 def aligned(meta: TensorMeta, shape: tuple[int, ...], dim: int) -> Placement:
@@ -238,13 +235,9 @@ _LOSSES = (
 )
 
 
-def _unreduced(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _unreduced(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a loss: pointwise if unreduced, else none."""
-    return (
-        ()
-        if Call(node, metas, axis_size)["reduction"]
-        else pointwise_strategies(node, metas, axis_size)
-    )
+    return () if call["reduction"] else pointwise_strategies(call)
 
 
 # -- horizontal (``_foreach``) ops and fused optimizer steps: strategies, and the split pass -------
@@ -305,21 +298,21 @@ def are_independent(node: Node) -> bool:
     return True
 
 
-def _horizontal(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _horizontal(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a horizontal op: one per placement that some tensor can have."""
-    if not are_independent(node):
+    if not are_independent(call.node):
         return []
-    rule = reductions.RULES.get(FORMS[node.op].single, pointwise_strategies)
+    rule = reductions.RULES.get(FORMS[call.node.op].single, pointwise_strategies)
     options: list[dict[Placement, Strategy]] = []
-    for single in singles(node):
+    for single in singles(call.node):
         replicated = Strategy((R,) * len(single.refs()), (R,) * len(single.results))
-        strategies = [replicated, *rule(single, metas, axis_size)]
+        strategies = [replicated, *rule(Call(single, call.metas, call.axis_size))]
         options.append({strategy.inputs[0]: strategy for strategy in reversed(strategies)})
     placements = dict.fromkeys(
         placement for strategies in options for placement in strategies if placement != R
     )
     combined = (
-        _combined(node, [strategies.get(placement, strategies[R]) for strategies in options])
+        _combined(call.node, [strategies.get(placement, strategies[R]) for strategies in options])
         for placement in placements
     )
     return [strategy for strategy in combined if strategy is not None]
@@ -373,14 +366,13 @@ def _positions(node: Node) -> list[tuple[int, int]]:
     return positions
 
 
-def _fused(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _fused(call: Call) -> Sequence[Strategy]:
     """Return the strategies that shard parameters, gradients and optimizer states alike.
 
     Step counts and learning rates are replicated.
     """
-    call = Call(node, metas, axis_size)
     lists = {
-        name: [meta for n in refs if (meta := metas[n]) is not None]
+        name: [meta for n in refs if (meta := call.metas[n]) is not None]
         for name, arg in call.args.items()
         if type(arg) is tuple and (refs := numbers(arg))
     }
@@ -390,7 +382,7 @@ def _fused(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     for dim in range(rank):
         placements = {name: _aligned(metas, shapes, dim) for name, metas in lists.items()}
         if S(dim) in placements["self"]:
-            written = [_placement_of(call, placements, value) for value in node.writes]
+            written = [_placement_of(call, placements, value) for value in call.node.writes]
             strategies.append(call.strategy(written, **placements))
     return strategies
 

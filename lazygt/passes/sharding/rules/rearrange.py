@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lazygt.graph.node import Node, Param, Ref
-from lazygt.graph.placement import shard_bounds
-from lazygt.passes.sharding.lower.halo import Ranges
+from lazygt.passes.sharding.lower.halo import Ranges, Rows
 from lazygt.passes.sharding.rules.pointwise import add_number_once
 from lazygt.passes.sharding.rules.slicing import clamped_range, exchanged_strategies
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
-    Metas,
     P,
     Rule,
     S,
@@ -41,8 +39,7 @@ def _other_dims_rule(moved_dims: Callable[[Call], set[int]], linear: bool = True
         linear: whether partial sums pass through.
     """
 
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
+    def strategies(call: Call) -> Sequence[Strategy]:
         moved = moved_dims(call)
         strategies = [
             call.strategy(S(d), self=S(d))
@@ -69,13 +66,12 @@ def _flipped_dims(call: Call) -> set[int]:
     return {d % rank for d in call["dims"]}
 
 
-def _flip(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _flip(call: Call) -> Sequence[Strategy]:
     """Return the strategies of flip: ranks exchange rows of the sharded dim, then flip them."""
-    call = Call(node, metas, axis_size)
-    strategies = list(_other_dims_rule(_flipped_dims)(node, metas, axis_size))
+    strategies = list(_other_dims_rule(_flipped_dims)(call))
     for dim in _flipped_dims(call).intersection(shardable_dims(call.shape("self"))):
         size = call.shape("self")[dim]
-        bounds = [shard_bounds(size, axis_size, rank) for rank in range(axis_size)]
+        bounds = call.bounds(size)
         strategies += exchanged_strategies(
             call, dim, [((size - b, size - a),) for a, b in bounds], _lower_rerun
         )
@@ -87,10 +83,9 @@ def _lower_rerun(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     return build.rerun(node, operands)
 
 
-def _roll(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _roll(call: Call) -> Sequence[Strategy]:
     """Return the strategies of roll: ranks receive the rows of their block of the result."""
-    call = Call(node, metas, axis_size)
-    strategies = list(_other_dims_rule(_rolled_dims)(node, metas, axis_size))
+    strategies = list(_other_dims_rule(_rolled_dims)(call))
     shape, dims, shifts = call.shape("self"), call["dims"], call["shifts"]
     if any(type(shift) is Param for shift in shifts):
         return strategies
@@ -101,8 +96,9 @@ def _roll(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
         other_rolls = [
             (d, s) for d, s, matches in zip(dims, shifts, is_along_dim, strict=True) if not matches
         ]
-        wanted_rows = [_roll_sources(shape[dim], shift, *shard_bounds(shape[dim], axis_size, r))
-                for r in range(axis_size)]  # fmt: skip
+        wanted_rows = [
+            _roll_sources(shape[dim], shift, *bounds) for bounds in call.bounds(shape[dim])
+        ]
         strategies += exchanged_strategies(call, dim, wanted_rows, _lower_other_rolls(other_rolls))
     return strategies
 
@@ -132,16 +128,15 @@ def _padded_dims(call: Call) -> set[int]:
     return {rank - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
 
 
-def _pad(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _pad(call: Call) -> Sequence[Strategy]:
     """Return the strategies of constant_pad_nd."""
-    call = Call(node, metas, axis_size)
     value = call["value"]
     along_padded = [
         strategy for dim in sorted(_padded_dims(call)) for strategy in _pad_along(call, dim)
     ]
     if value is None or (type(value) in (int, float) and value == 0):
-        return [*_other_dims_rule(_padded_dims)(node, metas, axis_size), *along_padded]
-    strategies = _other_dims_rule(_padded_dims, linear=False)(node, metas, axis_size)
+        return [*_other_dims_rule(_padded_dims)(call), *along_padded]
+    strategies = _other_dims_rule(_padded_dims, linear=False)(call)
     return [*strategies, *along_padded, call.strategy(P, self=P).by(add_number_once("value"))]
 
 
@@ -155,7 +150,7 @@ def _pad_along(call: Call, dim: int) -> list[Strategy]:
     size, padded_size, pad_before = shape[dim], call.result().shape[dim], pad[pad_index]
     if min(size, padded_size) < 2:
         return []
-    bounds = [shard_bounds(padded_size, call.axis_size, rank) for rank in range(call.axis_size)]
+    bounds = call.bounds(padded_size)
     wanted_rows = [
         clamped_range(start - pad_before, stop - pad_before, size) for start, stop in bounds
     ]
@@ -170,12 +165,66 @@ def _pad_along(call: Call, dim: int) -> list[Strategy]:
     return exchanged_strategies(call, dim, [(rows,) for rows in wanted_rows], lower)
 
 
-def _diag_embed(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _reflection_or_replication_pad(call: Call) -> Sequence[Strategy]:
+    """Return the strategies of reflection and replication pads along a sharded dim.
+
+    Each rank receives the source rows of its block of the result.
+    """
+    shape, result_shape, pads = call.shape("self"), call.result().shape, call["padding"]
+    strategies = []
+    for number in range(len(pads) // 2):
+        dim = len(result_shape) - 1 - number
+        sources = [
+            _source_row(row - pads[2 * number], shape[dim], "reflection" in call.node.op)
+            for row in range(result_shape[dim])
+        ]
+        bounds = call.bounds(len(sources))
+        wanted_rows = [_to_ranges(sources[start:stop]) for start, stop in bounds]
+        other_pads = [0 if index // 2 == number else pad for index, pad in enumerate(pads)]
+        rejects_empty = any(other_pads) and not all(wanted_rows)  # the kernel rejects empty blocks
+        if shape[dim] > 1 and not rejects_empty:
+            strategies += exchanged_strategies(call, dim, wanted_rows, _lower_pads(other_pads))
+    return strategies
+
+
+def _source_row(row: int, size: int, mirrored: bool) -> int:
+    """Return the source row in [0, size) of a row of the padded image.
+
+    Args:
+        row: row relative to the unpadded image; may be negative or beyond ``size``.
+        mirrored: reflection pad; else replication pad.
+    """
+    if mirrored:
+        row = abs(row)
+        return row if row < size else 2 * (size - 1) - row
+    return min(max(row, 0), size - 1)
+
+
+def _to_ranges(rows: Sequence[int]) -> Ranges:
+    """Merge consecutive rows into ranges, in order."""
+    ranges: list[Rows] = []
+    for row in rows:
+        if ranges and ranges[-1][1] == row:
+            ranges[-1] = ranges[-1][0], row + 1
+        else:
+            ranges.append((row, row + 1))
+    return tuple(ranges)
+
+
+def _lower_pads(pads: Sequence[int]) -> Lowering:
+    """Return the lowering that pads the other dims of the exchanged rows."""
+
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        return build.rerun(node, operands, padding=pads) if any(pads) else operands
+
+    return lower
+
+
+def _diag_embed(call: Call) -> Sequence[Strategy]:
     """Return the strategies of diag_embed, which turns the last dim into ``dim1`` and ``dim2``.
 
     The operand's other dims are the other dims of the result in order.
     """
-    call = Call(node, metas, axis_size)
     rank = len(call.result().shape)
     diagonal = {call.dim("dim1", rank), call.dim("dim2", rank)}
     other_dims = [dim for dim in range(rank) if dim not in diagonal]
@@ -186,18 +235,16 @@ def _diag_embed(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     ]
 
 
-def _repeat(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _repeat(call: Call) -> Sequence[Strategy]:
     """Return the strategies of repeat: dims that are repeated once are sharded."""
-    call = Call(node, metas, axis_size)
     shape, repeats = call.shape("self"), call["repeats"]
     new_dims = len(repeats) - len(shape)
     once = [d for d in shardable_dims(shape) if repeats[d + new_dims] == 1]
     return [*(call.strategy(S(d + new_dims), self=S(d)) for d in once), call.strategy(P, self=P)]
 
 
-def _diagonal(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _diagonal(call: Call) -> Sequence[Strategy]:
     """Return the strategies of diagonal, which turns ``dim1`` and ``dim2`` into the last dim."""
-    call = Call(node, metas, axis_size)
     rank = len(call.shape("self"))
     removed = {call.dim("dim1", rank), call.dim("dim2", rank)}
     other_dims = [d for d in shardable_dims(call.shape("self")) if d not in removed]
@@ -210,9 +257,8 @@ def _diagonal(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 
-def _triangle(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _triangle(call: Call) -> Sequence[Strategy]:
     """Return the strategies of tril and triu; the diagonal is shifted by a block's offset."""
-    call = Call(node, metas, axis_size)
     shape = call.shape("self")
     strategies = []
     for dim in shardable_dims(shape):
@@ -240,5 +286,10 @@ RULES: dict[str, Rule] = {
     **table("rot90.default", _other_dims_rule(_rolled_dims)),
     **table("roll.default", _roll),
     **table("constant_pad_nd.default", _pad),
+    **table(
+        "reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default "
+        "replication_pad1d.default replication_pad2d.default replication_pad3d.default",
+        _reflection_or_replication_pad,
+    ),
     **table("tril.default triu.default tril_.default triu_.default", _triangle),
 }

@@ -23,7 +23,6 @@ from lazygt.passes.sharding.rules.strategy import (
     Collective,
     LocalLowering,
     Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -85,8 +84,7 @@ def _rule(
             elements by value.
     """
 
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
+    def strategies(call: Call) -> Sequence[Strategy]:
         dims = reduced_dims(call)
         lower = lowered(call) if lowered else None
         reduced_and_shardable = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
@@ -154,16 +152,15 @@ def other_dims(call: Call) -> tuple[int, list[Strategy]]:
     return dim, strategies
 
 
-def _kthvalue(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _kthvalue(call: Call) -> Sequence[Strategy]:
     """Return the strategies of kthvalue: along its dim, ranks gather the k smallest of each block.
 
     Every block must have at least k elements.
     """
-    call = Call(node, metas, axis_size)
     dim, strategies = other_dims(call)
     shape, k, value = call.shape("self"), call["k"], call.meta("self")
     size = shape[dim] if shape else 0
-    blocks_have_k = size > 1 and 1 <= k <= block_size(size, axis_size, axis_size - 1)
+    blocks_have_k = size > 1 and 1 <= k <= block_size(size, call.axis_size, call.axis_size - 1)
     if not blocks_have_k or type(k) is not int or not value.dtype.is_floating_point:
         return strategies
 
@@ -171,14 +168,14 @@ def _kthvalue(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
         smallest, indices = build.op("aten.topk.default", operands[0], k, dim, False)
         indices = build.op("aten.add.Scalar", indices, build.rank_offset(size))
         smallest, indices = (
-            build.all_gather(tensor, dim, k * axis_size) for tensor in (smallest, indices)
+            build.all_gather(tensor, dim, k * call.axis_size) for tensor in (smallest, indices)
         )
         kth, position = build.op("aten.kthvalue.default", smallest, k, dim, True)
         results = [kth, build.op("aten.gather.default", indices, dim, position)]
         keepdim = call["keepdim"]
         return results if keepdim else [build.op("aten.squeeze.dim", r, dim) for r in results]
 
-    num_candidates = call.result().numel * k * axis_size
+    num_candidates = call.result().numel * k * call.axis_size
     comm = [
         Collective("all_gather", num_candidates * nbytes) for nbytes in (value.dtype.itemsize, 8)
     ]
@@ -193,19 +190,18 @@ _TOTALS = {
 }
 
 
-def _scan(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _scan(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a cumulative op (inclusive prefix scan).
 
     Along a sharded dim each rank scans its block and combines the totals of the blocks before it.
     """
-    call = Call(node, metas, axis_size)
     dim, strategies = other_dims(call)
     shape = call.shape("self")
     size = shape[dim] if shape else 0
-    strategies += [call.strategy(P, self=P)] if node.op == "aten.cumsum.default" else []
+    strategies += [call.strategy(P, self=P)] if call.node.op == "aten.cumsum.default" else []
     if size < 2:
         return strategies
-    total_bytes = call.result().nbytes // size * axis_size
+    total_bytes = call.result().nbytes // size * call.axis_size
     strategy = call.strategy(S(dim), self=S(dim)).by(
         _lower_scan(dim), [Collective("all_gather", total_bytes)]
     )
@@ -235,13 +231,12 @@ def _lower_scan(dim: int) -> Lowering:
     return lower
 
 
-def _norm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _norm(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a norm.
 
     A norm of constant finite order is computed by an all-reduce of sums of powers. A norm of other
     order (0, inf, a run-time number) is computed from an all-gather of the blocks' norms.
     """
-    call = Call(node, metas, axis_size)
     dims = reduced_dims(call)
     strategies = passing_strategies(call, dims)
     order, nbytes = _order(call.args), call.result().nbytes
@@ -250,7 +245,7 @@ def _norm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
         return strategies + _sharded_reduced(
             call, dims, local_lowering(_lower_power_norm(order)), comm
         )
-    comm = [Collective("all_gather", nbytes * axis_size)]
+    comm = [Collective("all_gather", nbytes * call.axis_size)]
     for dim in shardable_dims(call.shape("self")):
         if dim in dims:
             lower = _lower_norm_of_norms(call.shape("self")[dim], dims)
@@ -337,9 +332,8 @@ _MOMENT_DTYPE = torch.float64
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def _var_mean(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _var_mean(call: Call) -> Sequence[Strategy]:
     """Return the strategies of var_mean per channel (all dims but 1), as in batch norm."""
-    call = Call(node, metas, axis_size)
     value, dims = call.meta("self"), reduced_dims(call)
     if not call["keepdim"] or call["correction"] != 0 or not _is_of_channels(value.shape, dims):
         return ()

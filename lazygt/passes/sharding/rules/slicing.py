@@ -19,7 +19,6 @@ from lazygt.passes.sharding.rules import packed
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
-    Metas,
     P,
     Rule,
     S,
@@ -41,12 +40,11 @@ if TYPE_CHECKING:
 _SMALL = 1 << 10
 
 
-def _cat(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _cat(call: Call) -> Sequence[Strategy]:
     """Return the strategies of cat."""
-    call = Call(node, metas, axis_size)
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
-    ranks = [len(meta.shape) for n in node.refs() if (meta := metas[n]) is not None]
+    ranks = [len(meta.shape) for meta in call.operands]
     # torch lets an empty 1-d tensor stand among tensors of any rank
     other_dims = (
         [d for d in shardable_dims(shape) if d != dim] if set(ranks) == {len(shape)} else []
@@ -62,8 +60,7 @@ def _cat(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
 
 def _cat_in_blocks(call: Call, dim: int) -> list[Strategy]:
     """Return the strategy of a cat of sharded tensors to a sharded result, by a row exchange."""
-    metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
-    sizes = tuple([meta.shape[dim] for meta in metas])
+    sizes = tuple([meta.shape[dim] for meta in call.operands])
     old_blocks = blocks_of_each(sizes, call.axis_size)
     exchange = RowExchange(dim, old_blocks, blocks(sum(sizes), call.axis_size))
     if sum(sizes) < 2 or not exchange.is_worth_it:
@@ -77,9 +74,8 @@ def _cat_in_blocks(call: Call, dim: int) -> list[Strategy]:
     return [call.strategy(S(dim), tensors=S(dim)).by(lower, exchange_comm(exchange, call.result()))]
 
 
-def _stack(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _stack(call: Call) -> Sequence[Strategy]:
     """Return the strategies of stack."""
-    call = Call(node, metas, axis_size)
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
     strategies = [
@@ -98,30 +94,27 @@ def partials(call: Call, bools: bool = False) -> list[Placement]:
     Args:
         bools: whether bools are allowed.
     """
-    metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
-    same_dtype = {meta.dtype for meta in metas} == {call.result().dtype}
+    same_dtype = {meta.dtype for meta in call.operands} == {call.result().dtype}
     return list(PARTIALS) if same_dtype and (bools or call.result().dtype != torch.bool) else []
 
 
-def _split(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _split(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a split into pieces along ``dim``.
 
     Along a sharded ``dim``, blocks of the operand are exchanged for blocks of each piece.
     """
-    call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
     strategies = _unaffected(call, dim, removed=False)
-    if len(node.results) == 1:
+    if len(call.node.results) == 1:
         return [*strategies, *partial_by_padding(call, {"self": dim})]
     return [*strategies, *packed.split_in_blocks(call, dim)]
 
 
-def _unbind(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _unbind(call: Call) -> Sequence[Strategy]:
     """Return the strategies of unbind."""
-    call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
     strategies = _unaffected(call, dim, removed=True)
-    if len(node.results) > 1:
+    if len(call.node.results) > 1:
         return strategies
     return [*strategies, *partial_by_padding(call, {"self": dim})]
 
@@ -138,9 +131,8 @@ def _unaffected(call: Call, dim: int, removed: bool) -> list[Strategy]:
     return strategies + [call.strategy(placement, self=placement) for placement in PARTIALS]
 
 
-def _slice(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _slice(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a slice, also with a sharded ``dim``."""
-    call = Call(node, metas, axis_size)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
     strategies = _unaffected(call, dim, removed=False)
     first, last, step = slice(call["start"], call["end"], call["step"]).indices(shape[dim])
@@ -208,9 +200,8 @@ def _lower_partial_slice(dim: int, size: int, first: int, last: int) -> Lowering
     return lower
 
 
-def _select(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _select(call: Call) -> Sequence[Strategy]:
     """Return the strategies of select, also with a run-time index."""
-    call = Call(node, metas, axis_size)
     shape, dim = call.shape("self"), call.dim("dim", len(call.shape("self")))
     strategies = _unaffected(call, dim, removed=True)
     index = call["index"]
@@ -220,9 +211,8 @@ def _select(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     return strategies + [strategy.by(lower) for strategy in partial_by_padding(call, {"self": dim})]
 
 
-def _narrow(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _narrow(call: Call) -> Sequence[Strategy]:
     """Return the strategies of narrow with a run-time start."""
-    call = Call(node, metas, axis_size)
     dim = call.dim("dim", len(call.shape("self")))
     return [*_unaffected(call, dim, removed=False), *_run_time_start(call, dim, "start")]
 
@@ -287,8 +277,7 @@ def _padding_backward(removed: bool) -> Rule:
         removed: whether the gradient lacks the dim (select_backward).
     """
 
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
+    def strategies(call: Call) -> Sequence[Strategy]:
         shape = tuple(call["input_sizes"])
         dim = call.dim("dim", len(shape))
         strategies = [
@@ -328,7 +317,7 @@ def _slice_backward_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]
     if min(size, shape[dim]) < 2:
         return []
     slice_start, _, _ = slice(call["start"], None).indices(size)
-    bounds = [shard_bounds(size, call.axis_size, rank) for rank in range(call.axis_size)]
+    bounds = call.bounds(size)
     bounds = [(start - slice_start, stop - slice_start) for start, stop in bounds]
     wanted_rows = [clamped_range(start, stop, shape[dim]) for start, stop in bounds]
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
-from lazygt.graph.placement import Partial, Placement, Replicate, Shard
+from lazygt.graph.placement import Partial, Placement, Replicate, Shard, shard_bounds
 from lazygt.passes.sharding.lower.builder import bound, numbers
 
 if TYPE_CHECKING:
@@ -93,18 +94,29 @@ class Strategy:
         return f"({inputs}) -> ({outputs}){inside}"
 
 
-#: (node, metas, axis_size) -> strategies of the node on an axis, without the all-R strategy.
-Rule = Callable[[Node, Metas, int], Sequence[Strategy]]
 #: Placement of an argument or of the results: one for all tensors of a list, or one per tensor.
 Labels = Placement | Sequence[Placement]
 
 
 class Call:
-    """Node with its arguments by schema name, defaults filled in."""
+    """Node on an axis of ``axis_size`` ranks.
+
+    Args:
+        metas: the meta of every value of the node's graph, by number.
+    """
 
     def __init__(self, node: Node, metas: Metas, axis_size: int) -> None:
         self.node, self.metas, self.axis_size = node, metas, axis_size
-        self.args = bound(node)
+
+    @cached_property
+    def args(self) -> dict[str, Arg]:
+        """Arguments by schema name, defaults filled in."""
+        return bound(self.node)
+
+    @property
+    def operands(self) -> list[TensorMeta]:
+        """Global metas of the operands that are defined, in order of ``node.refs()``."""
+        return [meta for n in self.node.refs() if (meta := self.metas[n]) is not None]
 
     def __getitem__(self, name: str) -> Arg:
         return self.args[name]
@@ -123,6 +135,10 @@ class Call:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the global shape of a tensor argument."""
         return self.meta(name).shape
+
+    def bounds(self, size: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of each rank's block of a dim of ``size``."""
+        return [shard_bounds(size, self.axis_size, rank) for rank in range(self.axis_size)]
 
     def dim(self, name: str, rank: int) -> int:
         """Return a dim argument as a non-negative dim of a tensor with ``rank`` dims."""
@@ -159,6 +175,10 @@ class Call:
             for meta, placement in zip(results, result_placements, strict=True)
         )
         return Strategy(tuple(inputs), output_placements)
+
+
+#: Strategies of a call, without the all-R strategy.
+Rule = Callable[[Call], Sequence[Strategy]]
 
 
 def shardable_dims(shape: tuple[int, ...]) -> list[int]:
@@ -246,8 +266,7 @@ def partial_by_padding(
         scatter_dim: dim of the result for a reduce-scatter inside the strategy; None: the result
             stays partial, which suits a result smaller than its operand.
     """
-    metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
-    result = call.result()
+    metas, result = call.operands, call.result()
     if all(meta.shape[dim] < 2 for dim in dims.values() for meta in metas):
         return []
     if scatter_dim is not None and result.shape[scatter_dim] < 2:

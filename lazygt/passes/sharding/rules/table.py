@@ -6,22 +6,19 @@ from collections.abc import Sequence
 from functools import partial
 from string import ascii_lowercase
 
-from lazygt.graph.node import Node
 from lazygt.passes.sharding.rules.attention import with_length_strategies
 from lazygt.passes.sharding.rules.factors import rule, strategies_by
-from lazygt.passes.sharding.rules.strategy import Call, Metas, Rule, Strategy, table
-from lazygt.passes.sharding.rules.write_back import with_sharded_index_dim
+from lazygt.passes.sharding.rules.strategy import Call, Rule, Strategy, table
 
 #: Rule for kernels that reject empty blocks.
 _rejects_empty = partial(rule, no_empty=True)
 
 
-def _trilinear(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _trilinear(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``_trilinear``: a product of three operands, summed over ``sumdim``.
 
     The ``expand`` arguments insert dims of size 1 into each operand.
     """
-    call = Call(node, metas, axis_size)
     letters = ascii_lowercase[: len(call.shape("i1")) + len(call["expand1"])]
     operands = ["* " + _letters(letters, without=call[f"expand{number}"]) for number in (1, 2, 3)]
     result = _letters(letters, without=call["sumdim"])
@@ -33,9 +30,8 @@ def _letters(letters: str, without: Sequence[int]) -> str:
     return " ".join(letter for dim, letter in enumerate(letters) if dim not in without)
 
 
-def _solve(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _solve(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a linear solve, with batches of vectors or matrices ``B``."""
-    call = Call(node, metas, axis_size)
     matrices, right_side = call.shape("A"), call.shape("B")
     has_vectors = len(right_side) == 1 or right_side == matrices[:-1]
     right_dims = "... !n" if has_vectors else "... !n !k"
@@ -44,19 +40,17 @@ def _solve(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     )
 
 
-def _isin(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _isin(call: Call) -> Sequence[Strategy]:
     """Return the strategies of isin: a maximum over blocks of ``test_elements``.
 
     With ``invert`` the result is a minimum.
     """
-    call = Call(node, metas, axis_size)
     others = " ".join(ascii_lowercase[: len(call.shape("test_elements"))])
     return strategies_by(call, f"..., {others} -> {'min' if call['invert'] else 'max'} ...")
 
 
-def _renorm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _renorm(call: Call) -> Sequence[Strategy]:
     """Return the strategies of renorm: norms need full slices, so no other dim is sharded."""
-    call = Call(node, metas, axis_size)
     rank = len(call.shape("self"))
     dims = [f"!{letter}" for letter in ascii_lowercase[:rank]]
     dims[call["dim"]] = "z"
@@ -307,10 +301,10 @@ _ALONG_DIMS: dict[str, Rule] = {
         "index_fill_.int_Tensor cumprod_.default",
         "...@dim -> ...@dim",
     ),
-    **with_sharded_index_dim(
-        rule("index_copy.default index_copy_.default", "...@dim, _, ...@dim -> ...@dim")
+    **rule(
+        "index_copy.default index_copy_.default index_reduce.default index_reduce_.default",
+        "...@dim, _, ...@dim -> ...@dim",
     ),
-    **rule("index_reduce.default index_reduce_.default", "...@dim, _, ...@dim -> ...@dim"),
     **rule("unfold.default unfold_copy.default", "= ...@dimension -> ...@dimension !w"),
     **rule("unfold_backward.default", "* ...@dim !w -> ...@dim", sizes="input_sizes"),
     **_rejects_empty("_fft_c2c.default _fft_r2c.default _fft_c2r.default", "* ...@dim -> ...@dim"),

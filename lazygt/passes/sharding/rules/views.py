@@ -25,7 +25,6 @@ from lazygt.passes.sharding.rules.strategy import (
     PMIN,
     Call,
     LocalLowering,
-    Metas,
     P,
     R,
     Rule,
@@ -48,8 +47,7 @@ DimMap = Callable[[Call], Sequence[int | None]]
 def _permutation_rule(dims: DimMap) -> Rule:
     """Return the rule of a view that permutes the operand's dims."""
 
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
+    def strategies(call: Call) -> Sequence[Strategy]:
         result_dims = dims(call)
         strategies = [
             call.strategy(S(result_dim), self=S(dim))
@@ -66,16 +64,13 @@ def _identity(call: Call) -> Sequence[int | None]:
     return range(len(call.shape("self")))
 
 
-def _conj(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _conj(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``_conj``: conjugated copies, since sends drop the conj bit."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         return (build.op("aten.conj_physical.default", operands[0]),)
 
-    return [
-        strategy.by(local_lowering(lower))
-        for strategy in _permutation_rule(_identity)(node, metas, axis_size)
-    ]
+    return [strategy.by(local_lowering(lower)) for strategy in _permutation_rule(_identity)(call)]
 
 
 def _without_last(call: Call) -> Sequence[int | None]:
@@ -119,9 +114,8 @@ def _removed_dims(call: Call) -> set[int]:
     return {dim % rank for dim in candidates if rank and shape[dim % rank] == 1}
 
 
-def _squeeze(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _squeeze(call: Call) -> Sequence[Strategy]:
     """Return the strategies of squeeze, lowered with explicit dims so that local size 1 stays."""
-    call = Call(node, metas, axis_size)
     removed = _removed_dims(call)
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
@@ -149,9 +143,8 @@ def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
     return LocalLowering(program)
 
 
-def _expand(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _expand(call: Call) -> Sequence[Strategy]:
     """Return the strategies of expand."""
-    call = Call(node, metas, axis_size)
     shape, result_shape = call.shape("self"), call.result().shape
     new_dims = len(result_shape) - len(shape)
     strategies = [call.strategy(placement, self=placement) for placement in PARTIALS]
@@ -164,9 +157,8 @@ def _expand(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     return strategies
 
 
-def _view(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _view(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a reshape."""
-    call = Call(node, metas, axis_size)
     sharded = (view_strategy(call, S(dim)) for dim in shardable_dims(call.shape("self")))
     unsharded = [
         call.strategy(placement, self=placement).by(_LOCAL_RESHAPE) for placement in (R, *PARTIALS)
@@ -197,14 +189,13 @@ def _reshape(build: Builder, strategy: Strategy, node: Node, operands: Sequence[
 _LOCAL_RESHAPE = LocalLowering(_reshape)
 
 
-def _as_strided(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _as_strided(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ops that depend on strides.
 
     A replicated operand is first copied to its recorded strides. A batch is sharded along dim 0 if
     every item is viewed separately.
     """
-    call = Call(node, metas, axis_size)
-    recorded = [metas[number] for number in node.refs()]
+    recorded = [call.metas[number] for number in call.node.refs()]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         restrided = [
@@ -218,7 +209,7 @@ def _as_strided(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
         return build.rerun(node, restrided)
 
     strategies = [call.strategy(R).by(lower)]
-    if node.op == "aten.as_strided.default" and _views_items_separately(call):
+    if call.node.op == "aten.as_strided.default" and _views_items_separately(call):
         strategies.append(call.strategy(S(0), self=S(0)).by(_lower_item_views(call.result().shape)))
     return strategies
 

@@ -8,7 +8,7 @@ replicated, and each rank writes the rows in its block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,7 +25,6 @@ from lazygt.passes.sharding.rules.slicing import partials
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -44,30 +43,20 @@ if TYPE_CHECKING:
 # Each rank writes the rows in its block.
 
 
-def with_sharded_index_dim(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
-    """Extend index_copy rules by the strategy that shards the indexed dim."""
-    return {op: _with_sharded_index_dim(rule) for op, rule in rules.items()}
+def _index_copy(call: Call) -> Sequence[Strategy]:
+    """Return the strategy of index_copy along a sharded indexed dim."""
+    shape = call.shape("self")
+    dim = call.dim("dim", len(shape))
+    if not shape or shape[dim] < 2:
+        return ()
 
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        value, index, source = (args[name] for name in ("self", "index", "source"))
+        index = build.reshape(index, (build.meta(index).numel,))
+        return (write_rows(build, value, dim, shape[dim], index, source),)
 
-def _with_sharded_index_dim(rule: Rule) -> Rule:
-    """Extend one index_copy rule by the strategy that shards the indexed dim."""
-
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
-        strategies_of_other_dims, shape = list(rule(node, metas, axis_size)), call.shape("self")
-        dim = call.dim("dim", len(shape))
-        if not shape or shape[dim] < 2:
-            return strategies_of_other_dims
-
-        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-            args = build.bind(node, operands)
-            value, index, source = (args[name] for name in ("self", "index", "source"))
-            index = build.reshape(index, (build.meta(index).numel,))
-            return (write_rows(build, value, dim, shape[dim], index, source),)
-
-        return [*strategies_of_other_dims, call.strategy(S(dim), self=S(dim)).by(lower)]
-
-    return strategies
+    return [call.strategy(S(dim), self=S(dim)).by(lower)]
 
 
 def write_rows(build: Builder, block: Ref, dim: int, size: int, index: Ref, rows: Ref) -> Ref:
@@ -106,9 +95,9 @@ def write_rows(build: Builder, block: Ref, dim: int, size: int, index: Ref, rows
 _VIEWS = {**slicing.RULES, **rearrange.RULES, **views.RULES}
 
 
-def _write_back(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _write_back(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``lazygt.write_back(base, value, chain)``."""
-    base, chain = metas[node.args[0].index], node.args[2]
+    base, chain = call.metas[call.node.args[0].index], call.node.args[2]
     if base is None:
         return ()
     strategies = [
@@ -120,12 +109,12 @@ def _write_back(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     if covered:
         strategies.append(Strategy((P, R), (R,), _lower_unsharded(base)))
     for dim in shardable_dims(base.shape):
-        placement = _propagate(steps, S(dim), axis_size)
+        placement = _propagate(steps, S(dim), call.axis_size)
         if placement is not None:
             strategies += _sharded_base(dim, placement, _lower_write, covered)
-        elif (reshaped := _reshaped(steps, dim, axis_size)) is not None:
+        elif (reshaped := _reshaped(steps, dim, call.axis_size)) is not None:
             strategies += _sharded_base(dim, reshaped.last, _lower_reshaped(reshaped), covered)
-        elif (selection := _selection(steps, dim, axis_size)) is not None:
+        elif (selection := _selection(steps, dim, call.axis_size)) is not None:
             lower = (
                 _lower_static_selection(selection)
                 if selection.start is None
@@ -171,7 +160,7 @@ def _propagate(
     """Propagate a placement through views; None if a view cannot run on its blocks unchanged."""
     for node, meta, number in steps:
         rule = _VIEWS.get(node.op)
-        strategies = rule(node, (meta,), axis_size) if rule else ()
+        strategies = rule(Call(node, (meta,), axis_size)) if rule else ()
         unchanged = [
             strategy
             for strategy in strategies
@@ -201,7 +190,7 @@ def _reshaped(
     if not steps or steps[0][0].op != "aten.view.default":
         return None
     node, meta, _ = steps[0]
-    for strategy in _VIEWS[node.op](node, (meta,), axis_size):
+    for strategy in _VIEWS[node.op](Call(node, (meta,), axis_size)):
         if strategy.inputs == (S(dim),):
             last = _propagate(steps[1:], strategy.outputs[0], axis_size)
             result = node.results[0]
@@ -405,15 +394,14 @@ def _lower_unsharded(meta: TensorMeta) -> Lowering:
 def _scatter_rule(removed: bool) -> Rule:
     """Return the rule of select_scatter (``removed``) or slice_scatter."""
 
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
+    def strategies(call: Call) -> Sequence[Strategy]:
         shape = call.shape("self")
         dim = call.dim("dim", len(shape))
         other_dims = [d for d in shardable_dims(shape) if d != dim]
         strategies = [
             call.strategy(S(d), self=S(d), src=S(d - (removed and d > dim))) for d in other_dims
         ]
-        if shape[dim] > 1 and call.args.get("step", 1) == 1 and not params_in(node.args):
+        if shape[dim] > 1 and call.args.get("step", 1) == 1 and not params_in(call.node.args):
             strategies.append(
                 call.strategy(S(dim), self=S(dim)).by(_lower_scatter(call, dim, removed))
             )
@@ -445,6 +433,7 @@ def _lower_scatter(call: Call, dim: int, removed: bool) -> Lowering:
 
 RULES: dict[str, Rule] = {
     WRITE_BACK: _write_back,
+    **table("index_copy.default index_copy_.default", _index_copy),
     **table("select_scatter.default", _scatter_rule(removed=True)),
     **table("slice_scatter.default", _scatter_rule(removed=False)),
 }
