@@ -16,7 +16,6 @@ from lazygt.passes.sharding.rules import (
     internal,
     minmax,
     pointwise,
-    rearrange,
     reductions,
     slicing,
     table,
@@ -124,9 +123,8 @@ _FAMILIES: tuple[Mapping[str, Rule], ...] = (
     reductions.RULES,
     slicing.RULES,
     table.RULES,
-    views.RULES,
     # strategies besides those of the table
-    rearrange.RULES,
+    views.RULES,
     windows.RULES,
     write_back.RULES,
 )

@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules import ring
 from lazygt.passes.sharding.rules.attention_blocks import (
     HEADS,
@@ -49,9 +50,6 @@ from lazygt.passes.sharding.rules.strategy import (
     Values,
     zeros_when_empty,
 )
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
 #: Keys and values of at most this many bytes may be replicated on every rank.
 _REPLICABLE_BYTES = 256 << 10

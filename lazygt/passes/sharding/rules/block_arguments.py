@@ -52,25 +52,17 @@ def _convolution(call: Call) -> Sequence[Strategy]:
     if not _is_batched(call):
         return ()
     output_dim, input_dim = _weight_dims(call)
-    samples, input_channels, output_channels = (
-        call.shape("input")[0],
-        call.shape("input")[1],
-        call.result().shape[1],
-    )
-    bias = call.has("bias")
+    (samples, input_channels), groups = call.shape("input")[:2], call["groups"]
+    bias: dict[str, Placement] = {"bias": S(0)} if call.has("bias") else {}
     strategies = [call.strategy(S(0), input=S(0))] if samples > 1 else []
     by_input_channels: list[Strategy] = []
-    if call["groups"] == 1 and output_channels > 1:
-        strategies.append(
-            call.strategy(S(1), weight=S(output_dim), **({"bias": S(0)} if bias else {}))
-        )
-    if call["groups"] == 1 and input_channels > 1:
+    if groups == 1 and call.result().shape[1] > 1:
+        strategies.append(call.strategy(S(1), weight=S(output_dim), **bias))
+    if groups == 1 and input_channels > 1:
         by_input_channels.append(_by_input_channels(call, input_dim))
-    if call["groups"] > 1 and call["groups"] % call.axis_size == 0:
-        bias_placement: dict[str, Placement] = {"bias": S(0)} if bias else {}
-        strategies.append(
-            call.strategy(S(1), input=S(1), weight=S(0), **bias_placement).by(_local_groups)
-        )
+    if groups > 1 and groups % call.axis_size == 0:
+        by_groups = call.strategy(S(1), input=S(1), weight=S(0), **bias)
+        strategies.append(by_groups.by(_local_groups))
     return [
         *(zeros_when_empty(call, strategy) for strategy in strategies),
         *by_input_channels,
@@ -128,12 +120,12 @@ def _convolution_backward(call: Call) -> Sequence[Strategy]:
         strategies.append(call.strategy((S(0), P, P), grad_output=S(0), input=S(0)))
     if groups == 1 and output_channels > 1:
         strategy = call.strategy((P, S(output_dim), S(0)), grad_output=S(1), weight=S(output_dim))
-        strategies.append(strategy.by(_local_bias_sizes(output_channels)))
+        strategies.append(strategy.by(_lower_local_channels(output_channels)))
     if groups == 1 and input_channels > 1:
         by_input_channels.append(_backward_by_input_channels(call, input_dim))
     if groups > 1 and groups % call.axis_size == 0:
         strategy = call.strategy((S(1), S(0), S(0)), grad_output=S(1), input=S(1), weight=S(0))
-        strategies.append(strategy.by(_local_groups_backward(output_channels)))
+        strategies.append(strategy.by(_lower_local_channels(output_channels)))
     padded = [zeros_when_empty(call, strategy) for strategy in strategies]
     by_rows = windows.convolution_backward(call)
     return [*padded, *by_input_channels, *by_rows, call.strategy(P, grad_output=P)]
@@ -148,7 +140,11 @@ def _backward_by_input_channels(call: Call, input_dim: int) -> Strategy:
     strategy = call.strategy((S(1), S(input_dim), R), input=S(1), weight=S(input_dim))
     output_mask = tuple(call["output_mask"])
     dims = tuple(d for d in range(len(call.shape("grad_output"))) if d != 1)
-    without_bias = zeros_when_empty(call, strategy.by(_without_bias(output_mask)))
+    mask = (*output_mask[:2], False)
+    without_bias = zeros_when_empty(
+        call,
+        strategy.by(lambda build, node, operands: build.rerun(node, operands, output_mask=mask)),
+    )
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         gradients = [*lower_strategy(build, without_bias, node, operands)]
@@ -160,35 +156,17 @@ def _backward_by_input_channels(call: Call, input_dim: int) -> Strategy:
     return strategy.by(lower)
 
 
-def _without_bias(output_mask: tuple[bool, ...]) -> Lowering:
-    """Return the lowering of a backward without the gradient of the bias."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        return build.rerun(node, operands, output_mask=(*output_mask[:2], False))
-
-    return lower
-
-
-def _local_bias_sizes(output_channels: int) -> Lowering:
-    """Return the lowering of a backward with the local size of the bias."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        bias_sizes = build.bind(node, operands)["bias_sizes"]
-        local_sizes = None if bias_sizes is None else (build.block(output_channels),)
-        return build.rerun(node, operands, bias_sizes=local_sizes)
-
-    return lower
-
-
-def _local_groups_backward(output_channels: int) -> Lowering:
-    """Return the lowering of a backward with the local number of groups and bias size."""
+def _lower_local_channels(channels: int) -> Lowering:
+    """Return the lowering of a backward with the local numbers of groups and of channels."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         args = build.bind(node, operands)
-        local_sizes = None if args["bias_sizes"] is None else (build.block(output_channels),)
-        return build.rerun(
-            node, operands, groups=args["groups"] // build.parts, bias_sizes=local_sizes
+        changes: dict[str, Arg] = (
+            {"groups": args["groups"] // build.parts} if args["groups"] > 1 else {}
         )
+        if args["bias_sizes"] is not None:
+            changes["bias_sizes"] = (build.block(channels),)
+        return build.rerun(node, operands, **changes)
 
     return lower
 

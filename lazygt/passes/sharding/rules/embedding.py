@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.graph.placement import Placement, Shard
-from lazygt.passes.sharding.rules import index_exchange
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules.factors import strategies_by
-from lazygt.passes.sharding.rules.indexing import to_local_indices
+from lazygt.passes.sharding.rules.indexing import (
+    put_rows,
+    read_owned,
+    take_strategies,
+    to_local_indices,
+    with_row_exchange,
+)
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     LocalLowering,
@@ -30,9 +35,6 @@ from lazygt.passes.sharding.rules.strategy import (
     table,
     zeros,
 )
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- grouped matrix products (``_grouped_mm``), as in mixtures of experts --------------------------
 # The groups are consecutive along one dim, with their ends in ``offs``. If that dim is sharded,
@@ -51,7 +53,7 @@ _ALIGNMENT_BYTES = 16
 
 def _grouped_mm(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``_grouped_mm``."""
-    ranks = len(call.shape("self")), len(call.shape("mat2"))
+    ranks = call.rank, len(call.shape("mat2"))
     if ranks not in _RULE_BY_RANKS or call.has("bias") or (ranks != (3, 3)) != call.has("offs"):
         return ()
     text, group_dims = _RULE_BY_RANKS[ranks]
@@ -135,30 +137,14 @@ def _embedding(call: Call) -> Sequence[Strategy]:
     if features > 1:
         strategies.append(call.strategy(S(len(call.shape("indices"))), weight=S(1)))
     if count > 1:
-        strategies.append(call.strategy(P, weight=S(0)).by(_lower_lookup(count)))
-    strategies += index_exchange.take_strategies(call, "weight", "indices")
+        lower = read_owned(
+            *(0, count),
+            lambda build, table, index: build.op("aten.embedding.default", table, index),
+            lambda build, mask: build.op("aten.unsqueeze.default", mask, -1),
+        )
+        strategies.append(call.strategy(P, weight=S(0)).by(lower))
+    strategies += take_strategies(call, "weight", "indices")
     return [*strategies, call.strategy(P, weight=P)]
-
-
-def _lower_lookup(count: int) -> Lowering:
-    """Return the lowering of a vocabulary-parallel lookup: zeros for rows of other ranks.
-
-    Args:
-        count: number of rows of the table.
-    """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        weight, indices = args["weight"], args["indices"]
-        if not build.block(count):
-            shape = (*build.shape(indices), build.shape(weight)[1])
-            return (build.full(shape, 0, like=weight),)
-        local_indices, outside = to_local_indices(build, indices, count)
-        rows = build.op("aten.embedding.default", weight, local_indices)
-        outside = build.op("aten.unsqueeze.default", outside, -1)
-        return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
-
-    return lower
 
 
 def _embedding_backward(call: Call) -> Sequence[Strategy]:
@@ -216,12 +202,11 @@ def _send_gradients(call: Call, dim: int) -> Strategy:
         padded = build.op("aten.unsqueeze.default", padded, -1)
         gradient = build.op("aten.masked_fill.Scalar", gradient, padded, 0)
         zeros = build.full((build.block(table.shape[0]), table.shape[1]), 0, like=gradient)
-        return (index_exchange.put(build, zeros, table, [indices], gradient, added=True),)
+        return (put_rows(build, zeros, table, [indices], gradient, added=True),)
 
-    strategy = call.strategy(S(0), grad_output=S(dim), indices=S(dim)).by(lower)
-    index_shape = call.shape("indices")
-    return index_exchange.with_exchange(
-        strategy, index_exchange.Rows(call, "put_rows", "indices", table, index_shape, dim)
+    return with_row_exchange(
+        call.strategy(S(0), grad_output=S(dim), indices=S(dim)).by(lower),
+        *(call, "put_rows", "indices", table, call.shape("indices"), dim),
     )
 
 

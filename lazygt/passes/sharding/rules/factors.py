@@ -45,16 +45,17 @@ import torch
 from lazygt.graph.ops import overload
 from lazygt.graph.placement import Partial, Placement
 from lazygt.passes.sharding.rules.strategy import (
+    PARTIALS,
     Call,
     P,
     R,
     Rule,
     S,
     Strategy,
+    sized,
     table,
     zeros_when_empty,
 )
-from lazygt.passes.sharding.rules.views import PARTIALS, sized
 
 # -- grammar and parser ----------------------------------------------------------------------------
 

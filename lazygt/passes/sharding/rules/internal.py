@@ -7,7 +7,6 @@ does not move: each rank runs the same collective on its block. A stage mark is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,8 +25,10 @@ from lazygt.graph.placement import (
     Partial,
     Placement,
 )
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.marks import ENTER, LEAVE
 from lazygt.passes.sharding.rules.strategy import (
+    PARTIALS,
     PMAX,
     PMIN,
     Call,
@@ -41,12 +42,9 @@ from lazygt.passes.sharding.rules.strategy import (
     Values,
     local_lowering,
     shardable_dims,
+    sized,
     table,
 )
-from lazygt.passes.sharding.rules.views import PARTIALS, sized
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- tensor creation ops: any placement of the result, no communication ----------------------------
 # ``*_like`` and ``new_*`` ops accept any placement of their operand, since only its shape is
@@ -207,15 +205,14 @@ def _collective(call: Call) -> Sequence[Strategy]:
 
 
 def _lower_collective(placement: Placement) -> Lowering:
-    """Return the lowering that runs the same collective on blocks of a placement."""
+    """Return the lowering that runs the same collective on blocks, with a result of a placement."""
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (value,) = operands
         (global_meta,) = node.results
         assert global_meta is not None
         shape = build.local(global_meta.shape, placement)
         meta = intern(shape, contiguous_stride(shape), global_meta.dtype)
-        return build.add(Node(node.op, (value, *node.args[1:]), (), (meta,)))
+        return build.add(Node(node.op, (*operands, *node.args[len(operands) :]), (), (meta,)))
 
     return lower
 
@@ -238,28 +235,15 @@ def _row_exchange(call: Call) -> Sequence[Strategy]:
         Strategy(
             (placement, R) if is_take else (placement, R, placement),
             (placement,),
-            _lower_row_exchange(placement),
+            _lower_collective(placement),
         )
         for placement in placements
     ]
     if index.numel > 1 and is_take:
-        strategies.append(Strategy((R, S(0)), (S(0),), _lower_row_exchange(S(0))))
+        strategies.append(Strategy((R, S(0)), (S(0),), _lower_collective(S(0))))
     elif index.numel > 1 and summable:
-        strategies.append(Strategy((P, S(0), S(0)), (P,), _lower_row_exchange(P)))
+        strategies.append(Strategy((P, S(0), S(0)), (P,), _lower_collective(P)))
     return strategies
-
-
-def _lower_row_exchange(placement: Placement) -> Lowering:
-    """Return the lowering that runs the same row exchange, with a result of a placement."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (global_meta,) = node.results
-        assert global_meta is not None
-        shape = build.local(global_meta.shape, placement)
-        meta = intern(shape, contiguous_stride(shape), global_meta.dtype)
-        return build.add(Node(node.op, (*operands, *node.args[len(operands) :]), (), (meta,)))
-
-    return lower
 
 
 def _mark_placements(call: Call) -> Sequence[Placement]:

@@ -8,13 +8,13 @@ is found, as on one device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Node, Ref
 from lazygt.graph.placement import block_size
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules.reductions import identity, other_dims, passing_strategies
 from lazygt.passes.sharding.rules.strategy import (
     Call,
@@ -28,9 +28,6 @@ from lazygt.passes.sharding.rules.strategy import (
     shardable_dims,
     table,
 )
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
 #: Dtypes that fit into 4 bytes, packed with a 4-byte index.
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -119,7 +116,7 @@ def _arg_extremum(op: str, both: bool) -> Rule:
     """
 
     def strategies(call: Call) -> Sequence[Strategy]:
-        rank = len(call.shape("self"))
+        rank = call.rank
         if call["dim"] is None or rank == 0:
             return ()
         dim, keepdim, shape = call.dim("dim", rank), call["keepdim"], call.shape("self")

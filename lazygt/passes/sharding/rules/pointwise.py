@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +19,7 @@ from lazygt.graph.ops import facts, overload
 from lazygt.graph.per_tensor import ALL, EACH, SPLIT, ForeachForm
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
 from lazygt.passes.base import Placed, placed, rebuild
-from lazygt.passes.sharding.lower.builder import bound, numbers
+from lazygt.passes.sharding.lower.builder import Builder, bound, numbers
 from lazygt.passes.sharding.rules import reductions
 from lazygt.passes.sharding.rules.strategy import (
     PMAX,
@@ -33,13 +32,12 @@ from lazygt.passes.sharding.rules.strategy import (
     S,
     Strategy,
     Values,
+    broadcast_placement,
     lower_strategy,
     shardable_dims,
     table,
 )
 
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 #: Ops that are linear in the operands marked P; one letter per tensor operand.
 _LINEAR: dict[str, tuple[str, ...]] = {
     "add.Tensor": ("PP",),
@@ -98,16 +96,13 @@ def pointwise_strategies(call: Call) -> Sequence[Strategy]:
         return ()
     count = len(call.node.results)
     pointwise_strategies = [
-        Strategy(tuple(aligned(meta, result.shape, dim) for meta in operands), (S(dim),) * count)
+        Strategy(
+            tuple(broadcast_placement(meta.shape, result.shape, dim) for meta in operands),
+            (S(dim),) * count,
+        )
         for dim in shardable_dims(result.shape)
     ]
     return [*pointwise_strategies, *_partial_strategies(call.node, operands, result)]
-
-
-def aligned(meta: TensorMeta, shape: tuple[int, ...], dim: int) -> Placement:
-    """Return the placement of an operand broadcast to ``shape``, whose ``dim`` is sharded."""
-    own_dim = dim - (len(shape) - len(meta.shape))
-    return S(own_dim) if own_dim >= 0 and meta.shape[own_dim] == shape[dim] else R
 
 
 def _partial_strategies(

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.graph.placement import Partial, block_size
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules.strategy import (
     PMAX,
     PMIN,
@@ -30,36 +30,20 @@ from lazygt.passes.sharding.rules.strategy import (
     Strategy,
     Values,
     local_lowering,
+    passing,
     shardable_dims,
     table,
+    without,
 )
 
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
-
-def reduced_dims(call: Call, name: str = "dim") -> frozenset[int]:
-    """Return the non-negative dims that a reduction reduces; all if its argument names none."""
-    rank = len(call.shape("self"))
-    dims: Arg = call.args.get(name)
-    if dims is None or dims == ():
-        return frozenset(range(rank))
-    return frozenset(dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if rank)
-
-
-def passing_strategies(call: Call, dims: frozenset[int]) -> list[Strategy]:
+def passing_strategies(call: Call, dims: Collection[int]) -> list[Strategy]:
     """Return the strategies that shard a dim that is not reduced.
 
     Args:
         dims: the reduced dims.
     """
-    keepdim = bool(call.args.get("keepdim"))
-    strategies = []
-    for dim in shardable_dims(call.shape("self")):
-        if dim not in dims:
-            removed = 0 if keepdim else sum(other < dim for other in dims)
-            strategies.append(call.strategy(S(dim - removed), self=S(dim)))
-    return strategies
+    return passing(call, without(call.rank, dims, removed=not call.args.get("keepdim")))
 
 
 def identity(dtype: torch.dtype, op: str) -> float | int | bool:
@@ -85,7 +69,7 @@ def _rule(
     """
 
     def strategies(call: Call) -> Sequence[Strategy]:
-        dims = reduced_dims(call)
+        dims = call.dims()
         lower = lowered(call) if lowered else None
         reduced_and_shardable = [dim for dim in shardable_dims(call.shape("self")) if dim in dims]
         strategies = passing_strategies(call, dims)
@@ -141,15 +125,8 @@ def _extremum(op: str) -> Callable[[Call], Lowering]:
 
 def other_dims(call: Call) -> tuple[int, list[Strategy]]:
     """Return the dim that the op works along, and the strategies that shard another dim."""
-    shape = call.shape("self")
-    dim = call.dim("dim", len(shape))
-    keepdim = call.args.get("keepdim", True)
-    strategies = [
-        call.strategy(S(d - (not keepdim and d > dim)), self=S(d))
-        for d in shardable_dims(shape)
-        if d != dim
-    ]
-    return dim, strategies
+    removed = not call.args.get("keepdim", True)
+    return call.dim(), passing(call, without(call.rank, {call.dim()}, removed))
 
 
 def _kthvalue(call: Call) -> Sequence[Strategy]:
@@ -237,7 +214,7 @@ def _norm(call: Call) -> Sequence[Strategy]:
     A norm of constant finite order is computed by an all-reduce of sums of powers. A norm of other
     order (0, inf, a run-time number) is computed from an all-gather of the blocks' norms.
     """
-    dims = reduced_dims(call)
+    dims = call.dims()
     strategies = passing_strategies(call, dims)
     order, nbytes = _order(call.args), call.result().nbytes
     if type(order) in (int, float) and 0 < order < float("inf"):
@@ -334,7 +311,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 def _var_mean(call: Call) -> Sequence[Strategy]:
     """Return the strategies of var_mean per channel (all dims but 1), as in batch norm."""
-    value, dims = call.meta("self"), reduced_dims(call)
+    value, dims = call.meta("self"), call.dims()
     if not call["keepdim"] or call["correction"] != 0 or not _is_of_channels(value.shape, dims):
         return ()
     if value.dtype.is_complex or value.dtype == _MOMENT_DTYPE:

@@ -17,11 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from lazygt.graph.node import Node, Ref
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules.attention_blocks import (
     LENGTH,
     Mixed,
@@ -38,9 +39,6 @@ from lazygt.passes.sharding.rules.attention_blocks import (
     unpacked,
 )
 from lazygt.passes.sharding.rules.strategy import Call, Collective, Lowering, Values
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- bundles of tensors that are sent together -----------------------------------------------------
 

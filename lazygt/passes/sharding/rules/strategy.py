@@ -9,26 +9,23 @@ and empty blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard, shard_bounds
-from lazygt.passes.sharding.lower.builder import bound, numbers
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
-    from lazygt.passes.sharding.lower.halo import RowExchange
-
+from lazygt.passes.sharding.lower.builder import Builder, bound, numbers
+from lazygt.passes.sharding.lower.halo import RowExchange
 
 R = Replicate()
 P = Partial("sum")
 PMAX, PMIN, PPROD = Partial("max"), Partial("min"), Partial("prod")
+#: Partial placements that pass through ops that move elements.
+PARTIALS = (P, PMAX, PMIN)
 S = Shard
 
 Metas = Sequence[TensorMeta | None]
@@ -140,9 +137,30 @@ class Call:
         """Return (start, stop) of each rank's block of a dim of ``size``."""
         return [shard_bounds(size, self.axis_size, rank) for rank in range(self.axis_size)]
 
-    def dim(self, name: str, rank: int) -> int:
-        """Return a dim argument as a non-negative dim of a tensor with ``rank`` dims."""
+    @property
+    def rank(self) -> int:
+        """Number of dims of the argument ``self``."""
+        return len(self.shape("self"))
+
+    def dim(self, name: str = "dim", rank: int | None = None) -> int:
+        """Return a dim argument as a non-negative dim of a tensor with ``rank`` dims.
+
+        Args:
+            rank: by default that of the argument ``self``.
+        """
+        rank = self.rank if rank is None else rank
         return int(self.args[name]) % rank if rank else 0
+
+    def dims(self, name: str = "dim") -> frozenset[int]:
+        """Return an argument of one or several dims of ``self`` as non-negative dims.
+
+        None, and no dims, mean all.
+        """
+        dims: Arg = self.args.get(name)
+        if dims is None or dims == ():
+            return frozenset(range(self.rank))
+        dims = dims if isinstance(dims, tuple) else (dims,)
+        return frozenset(dim % self.rank for dim in dims if self.rank)
 
     def result(self, number: int = 0) -> TensorMeta:
         """Return the global meta of result ``number``."""
@@ -179,6 +197,62 @@ class Call:
 
 #: Strategies of a call, without the all-R strategy.
 Rule = Callable[[Call], Sequence[Strategy]]
+
+
+def passing(
+    call: Call,
+    dims: Sequence[int | None],
+    partials: Sequence[Partial] = (),
+    lower: Lowering | LocalLowering | None = None,
+    names: Sequence[str] = ("self",),
+) -> list[Strategy]:
+    """Return the strategies of placements that pass through an op.
+
+    Args:
+        dims: dim of the result for each dim of the operands; None: the op needs the full dim.
+        partials: partial placements that the op commutes with.
+        lower: local program along a sharded dim; None: the op itself.
+        names: names of the operands.
+    """
+    sharded = [
+        call.strategy(S(result_dim), **dict.fromkeys(names, S(dim))).by(lower)
+        for dim in shardable_dims(call.shape(names[0]))
+        if (result_dim := dims[dim]) is not None
+    ]
+    return sharded + [
+        call.strategy(partial, **dict.fromkeys(names, partial)) for partial in partials
+    ]
+
+
+def without(rank: int, dims: Collection[int], removed: bool = False) -> list[int | None]:
+    """Map the dims of an operand with ``rank`` dims to those of a result; ``dims`` to None.
+
+    Args:
+        removed: whether the result lacks ``dims``.
+    """
+    return [
+        None if dim in dims else dim - removed * sum(other < dim for other in dims)
+        for dim in range(rank)
+    ]
+
+
+def broadcast_placement(shape: tuple[int, ...], into: tuple[int, ...], dim: int) -> Placement:
+    """Return the placement of a value broadcast to shape ``into``, sharded along ``dim``."""
+    own_dim = dim - (len(into) - len(shape))
+    return S(own_dim) if own_dim >= 0 and shape[own_dim] == into[dim] else R
+
+
+def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
+    """Return the lowering that passes the local sizes of a result of global ``shape``.
+
+    Args:
+        name: name of the argument with the sizes.
+    """
+
+    def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
+        return build.rerun(node, operands, **{name: build.local(shape, strategy.outputs[0])})
+
+    return LocalLowering(program)
 
 
 def shardable_dims(shape: tuple[int, ...]) -> list[int]:

@@ -492,7 +492,7 @@ def _upsampling_backward(
 
 def _unfold_rule(call: Call) -> list[Strategy]:
     """Return the strategy of unfold along its dim."""
-    value, dim = call.meta("self"), call.dim("dimension", len(call.shape("self")))
+    value, dim = call.meta("self"), call.dim("dimension", call.rank)
     if not value.shape:
         return []
     window = _Window(dim, value.shape[dim], call.result().shape[dim], call["size"], call["step"])

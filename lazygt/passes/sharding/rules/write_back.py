@@ -9,7 +9,7 @@ replicated, and each rank writes the rows in its block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +19,9 @@ from lazygt.graph.node import DEVICE, Node, Param, Ref, map_arg, params_in
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Placement, Shard
 from lazygt.graph.shapes.meta_run import run_on_metas
-from lazygt.passes.sharding.rules import rearrange, slicing, views
-from lazygt.passes.sharding.rules.indexing import to_local_indices
+from lazygt.passes.sharding.lower.builder import Builder
+from lazygt.passes.sharding.rules import slicing, views
+from lazygt.passes.sharding.rules.indexing import to_local_indices, write_owned
 from lazygt.passes.sharding.rules.slicing import partials
 from lazygt.passes.sharding.rules.strategy import (
     Call,
@@ -35,9 +36,6 @@ from lazygt.passes.sharding.rules.strategy import (
     shardable_dims,
     table,
 )
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- index_copy along a sharded dim, as into a key/value cache -------------------------------------
 # Each rank writes the rows in its block.
@@ -77,22 +75,15 @@ def write_rows(build: Builder, block: Ref, dim: int, size: int, index: Ref, rows
         rows = build.op("aten.where.self", outside, before, rows)
         written: Ref = build.op("aten.index_copy_.default", block, dim, local_index, rows)
         return written
-    # rows of other ranks are written to an extra last row, which is dropped
-    dropped = build.op(
-        "aten.logical_and.default", outside, build.op("aten.eq.Scalar", local_index, 0)
-    )
-    local_index = build.op("aten.masked_fill.Scalar", local_index, dropped, block_size)
-    extra_row = build.full((*shape[:dim], 1, *shape[dim + 1 :]), 0, like=block)
-    extended = build.op("aten.cat.default", (block, extra_row), dim)
-    extended = build.op("aten.index_copy_.default", extended, dim, local_index, rows)
-    new_block = build.op("aten.slice.Tensor", extended, dim, 0, block_size)
+    index_and_mask = local_index, outside
+    new_block = write_owned(build, "aten.index_copy_.default", block, dim, index_and_mask, rows)
     copied: Ref = build.op("aten.copy_.default", block, new_block)
     return copied
 
 
 # -- write_back, select_scatter, slice_scatter -----------------------------------------------------
 
-_VIEWS = {**slicing.RULES, **rearrange.RULES, **views.RULES}
+_VIEWS = {**slicing.RULES, **views.RULES}
 
 
 def _write_back(call: Call) -> Sequence[Strategy]:
