@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from typing import NamedTuple
 
@@ -41,7 +41,6 @@ from lazygt.passes.sharding.rules.attention_blocks import (
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Collective,
-    Lowering,
     P,
     R,
     Rule,
@@ -67,23 +66,19 @@ class _KeyRange(NamedTuple):
 
 def with_length_strategies(rules: Mapping[str, Rule], backward: bool = False) -> Mapping[str, Rule]:
     """Extend attention rules by the strategies with queries or keys sharded along the length."""
-    return {op: _with_length_strategies(rule, backward) for op, rule in rules.items()}
+    return {op: partial(_with_length_strategies, rule, backward) for op, rule in rules.items()}
 
 
-def _with_length_strategies(rule: Rule, backward: bool) -> Rule:
-    """Extend one attention rule by the strategies along the length."""
-
-    def length_rule(call: Call) -> Sequence[Strategy]:
-        batch_or_heads = list(rule(call))
-        if has_dropout(call):
-            return batch_or_heads
-        ring_strategies = _ring_strategies(call, backward)
-        strategies = [*batch_or_heads, *_query_sharded(call, backward)]
-        if ring_strategies or not _may_beat_head_sharding(call):
-            strategies = [_require_replicated_keys(call, strategy) for strategy in strategies]
-        return [*strategies, *_key_sharded(call, backward), *ring_strategies]
-
-    return length_rule
+def _with_length_strategies(rule: Rule, backward: bool, call: Call) -> Sequence[Strategy]:
+    """Return the strategies of a rule, and those along the length."""
+    batch_or_heads = rule(call)
+    if has_dropout(call):
+        return batch_or_heads
+    ring_strategies = _ring_strategies(call, backward)
+    strategies = [*batch_or_heads, *_query_sharded(call, backward)]
+    if ring_strategies or not _may_beat_head_sharding(call):
+        strategies = [_require_replicated_keys(call, strategy) for strategy in strategies]
+    return [*strategies, *_key_sharded(call, backward), *ring_strategies]
 
 
 def _require_replicated_keys(call: Call, strategy: Strategy) -> Strategy:
@@ -119,7 +114,11 @@ def _query_sharded(call: Call, backward: bool) -> list[Strategy]:
     queries, keys = call.shape("query")[LENGTH], call.shape("key")[LENGTH]
     if not (call["is_causal"] and _can_shard_queries(call)):
         return []
-    lower = _lower_backward(queries, keys) if backward else _lower_forward(queries, keys)
+    lower = (
+        partial(_lower_backward, queries, keys)
+        if backward
+        else partial(_lower_forward, queries, keys)
+    )
     strategy = call.strategy(_result_placements(call, backward, P), **_query_placements(call)).by(
         lower
     )
@@ -182,54 +181,50 @@ def _sliced_keys(
     }
 
 
-def _lower_forward(queries: int, keys: int) -> Lowering:
-    """Return the lowering of a forward with sharded queries: one kernel per key range, merged."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        results = [
-            run_attention(
-                build,
-                node,
-                operands,
-                key_range.causal,
-                **_sliced_keys(build, node, operands, key_range),
-            )
-            for key_range in _key_ranges(build, queries, keys)
-        ]
-        partial_result = reduce(
-            lambda a, b: merge(build, a, b), [partial_result for partial_result, _ in results]
+def _lower_forward(
+    queries: int, keys: int, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run a forward with sharded queries: one kernel per key range, merged."""
+    results = [
+        run_attention(
+            build,
+            node,
+            operands,
+            key_range.causal,
+            **_sliced_keys(build, node, operands, key_range),
         )
-        return results_of(build, node, partial_result, results[0][1])
+        for key_range in _key_ranges(build, queries, keys)
+    ]
+    partial_result = reduce(
+        lambda a, b: merge(build, a, b), [partial_result for partial_result, _ in results]
+    )
+    return results_of(build, node, partial_result, results[0][1])
 
-    return lower
 
-
-def _lower_backward(queries: int, keys: int) -> Lowering:
-    """Return the lowering of a backward with sharded queries.
+def _lower_backward(
+    queries: int, keys: int, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run a backward with sharded queries.
 
     Each key range gives the gradients of its keys and values, and a summand of the gradient of the
     queries.
     """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        query_gradients: list[Ref] = []
-        key_value_gradients: tuple[list[Ref], list[Ref]] = ([], [])
-        for key_range in _key_ranges(build, queries, keys):
-            sliced = _sliced_keys(build, node, operands, key_range)
-            query, *key_value = run_backward(build, node, operands, key_range.causal, **sliced)[:3]
-            assert query is not None
-            query_gradients.append(query)
-            for collected, gradient in zip(key_value_gradients, key_value, strict=True):
-                assert gradient is not None
-                collected.append(gradient)
-        last = _key_ranges(build, queries, keys)[-1].last
-        return (
-            reduce(lambda a, b: build.op("aten.add.Tensor", a, b), query_gradients),
-            *[_padded_gradient(build, collected, keys - last) for collected in key_value_gradients],
-            *[None] * (len(node.results) - 3),
-        )
-
-    return lower
+    query_gradients: list[Ref] = []
+    key_value_gradients: tuple[list[Ref], list[Ref]] = ([], [])
+    for key_range in _key_ranges(build, queries, keys):
+        sliced = _sliced_keys(build, node, operands, key_range)
+        query, *key_value = run_backward(build, node, operands, key_range.causal, **sliced)[:3]
+        assert query is not None
+        query_gradients.append(query)
+        for collected, gradient in zip(key_value_gradients, key_value, strict=True):
+            assert gradient is not None
+            collected.append(gradient)
+    last = _key_ranges(build, queries, keys)[-1].last
+    return (
+        reduce(lambda a, b: build.op("aten.add.Tensor", a, b), query_gradients),
+        *[_padded_gradient(build, collected, keys - last) for collected in key_value_gradients],
+        *[None] * (len(node.results) - 3),
+    )
 
 
 def _padded_gradient(build: Builder, gradients: Sequence[Ref], unseen: int) -> Ref:
@@ -264,7 +259,7 @@ def _ring_strategies(call: Call, backward: bool) -> list[Strategy]:
     strategies = []
     for balanced in (True, False) if causal else (False,):
         plan = schedule(queries, keys, call.axis_size, causal, balanced)
-        lowered = strategy.by(program(plan), ring.comm(call, plan, backward))
+        lowered = strategy.by(partial(program, plan), ring.comm(call, plan, backward))
         strategies.append(replace(lowered, share=plan.share, overlapped_turns=len(plan.turns)))
     return strategies
 

@@ -21,7 +21,6 @@ from lazygt.passes.sharding.lower.builder import Builder, bound, schema
 from lazygt.passes.sharding.rules import windows
 from lazygt.passes.sharding.rules.strategy import (
     Call,
-    Lowering,
     P,
     R,
     Rule,
@@ -120,12 +119,12 @@ def _convolution_backward(call: Call) -> Sequence[Strategy]:
         strategies.append(call.strategy((S(0), P, P), grad_output=S(0), input=S(0)))
     if groups == 1 and output_channels > 1:
         strategy = call.strategy((P, S(output_dim), S(0)), grad_output=S(1), weight=S(output_dim))
-        strategies.append(strategy.by(_lower_local_channels(output_channels)))
+        strategies.append(strategy.by(partial(_lower_local_channels, output_channels)))
     if groups == 1 and input_channels > 1:
         by_input_channels.append(_backward_by_input_channels(call, input_dim))
     if groups > 1 and groups % call.axis_size == 0:
         strategy = call.strategy((S(1), S(0), S(0)), grad_output=S(1), input=S(1), weight=S(0))
-        strategies.append(strategy.by(_lower_local_channels(output_channels)))
+        strategies.append(strategy.by(partial(_lower_local_channels, output_channels)))
     padded = [zeros_when_empty(call, strategy) for strategy in strategies]
     by_rows = windows.convolution_backward(call)
     return [*padded, *by_input_channels, *by_rows, call.strategy(P, grad_output=P)]
@@ -156,19 +155,17 @@ def _backward_by_input_channels(call: Call, input_dim: int) -> Strategy:
     return strategy.by(lower)
 
 
-def _lower_local_channels(channels: int) -> Lowering:
-    """Return the lowering of a backward with the local numbers of groups and of channels."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        changes: dict[str, Arg] = (
-            {"groups": args["groups"] // build.parts} if args["groups"] > 1 else {}
-        )
-        if args["bias_sizes"] is not None:
-            changes["bias_sizes"] = (build.block(channels),)
-        return build.rerun(node, operands, **changes)
-
-    return lower
+def _lower_local_channels(
+    channels: int, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run a backward with the local numbers of groups and of channels."""
+    args = build.bind(node, operands)
+    changes: dict[str, Arg] = (
+        {"groups": args["groups"] // build.parts} if args["groups"] > 1 else {}
+    )
+    if args["bias_sizes"] is not None:
+        changes["bias_sizes"] = (build.block(channels),)
+    return build.rerun(node, operands, **changes)
 
 
 # -- recurrent layers, sharded by samples ----------------------------------------------------------

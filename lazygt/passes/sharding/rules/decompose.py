@@ -106,29 +106,17 @@ def _unsqueeze_dims(value: Tensor, dims: Sequence[int]) -> Tensor:
     return value
 
 
-def _var(value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    """Decompose ``var`` into mean and squared deviations."""
-    return _variance_and_mean(value, dim, correction, keepdim)[0]
+def _moments(with_mean: bool, root: bool) -> Formula:
+    """Return the decomposition of var, std, var_mean or std_mean."""
 
+    def formula(
+        value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+    ) -> Any:
+        variance, mean = _variance_and_mean(value, dim, correction, keepdim)
+        spread = variance.sqrt() if root else variance
+        return (spread, mean) if with_mean else spread
 
-def _std(value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    """Decompose ``std`` into mean and squared deviations."""
-    return _variance_and_mean(value, dim, correction, keepdim)[0].sqrt()
-
-
-def _var_mean(
-    value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
-) -> Any:
-    """Decompose ``var_mean`` into mean and squared deviations."""
-    return _variance_and_mean(value, dim, correction, keepdim)
-
-
-def _std_mean(
-    value: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
-) -> Any:
-    """Decompose ``std_mean`` into mean and squared deviations."""
-    variance, mean = _variance_and_mean(value, dim, correction, keepdim)
-    return variance.sqrt(), mean
+    return formula
 
 
 def _safe_softmax(value: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -216,10 +204,10 @@ FORMULAS: dict[str, Formula] = {
         *(f"aten.{name}.default" for name in _LOSSES),
         "aten.binary_cross_entropy_with_logits.default")},
     **{op: _loss_backward(op) for op in (f"aten.{name}_backward.default" for name in _LOSSES)},
-    "aten.var.correction": _var,
-    "aten.std.correction": _std,
-    "aten.var_mean.correction": _var_mean,
-    "aten.std_mean.correction": _std_mean,
+    "aten.var.correction": _moments(with_mean=False, root=False),
+    "aten.std.correction": _moments(with_mean=False, root=True),
+    "aten.var_mean.correction": _moments(with_mean=True, root=False),
+    "aten.std_mean.correction": _moments(with_mean=True, root=True),
     "aten._safe_softmax.default": _safe_softmax,
     "aten.logsumexp.default": _logsumexp,
     "aten.multi_margin_loss.default": _multi_margin,

@@ -101,11 +101,8 @@ def _partial_cast(decomposed: Decomposition, inner: Node, results: range) -> Seq
     assert meta is not None
     assert unrounded is not None
     rounds_to_operand_dtype = meta.dtype in dtypes and unrounded.dtype not in dtypes
-    return (
-        (Strategy((P,), (P,)),)
-        if rounds_to_operand_dtype and unrounded.dtype.is_floating_point
-        else ()
-    )
+    is_rounding = rounds_to_operand_dtype and unrounded.dtype.is_floating_point
+    return (Strategy((P,), (P,)),) if is_rounding else ()
 
 
 @dataclass(frozen=True, eq=False)

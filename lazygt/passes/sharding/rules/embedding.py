@@ -7,6 +7,7 @@ up the rows of its block, and the result is partial. Bags are sharded by feature
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
@@ -22,8 +23,6 @@ from lazygt.passes.sharding.rules.indexing import (
 )
 from lazygt.passes.sharding.rules.strategy import (
     Call,
-    LocalLowering,
-    Lowering,
     P,
     R,
     Rule,
@@ -108,9 +107,7 @@ def _with_padding(strategy: Strategy) -> Strategy:
             product = build.slice(product, dim, 0, count)
         return (product,)
 
-    if kernel_program is None or isinstance(kernel_program, LocalLowering):
-        return strategy.by(LocalLowering(program))
-    return strategy.by(lambda build, node, operands: program(build, strategy, node, operands))
+    return strategy.wrapped(program)
 
 
 def _padded_operand(build: Builder, value: Ref, dims: int) -> Ref:
@@ -158,33 +155,29 @@ def _embedding_backward(call: Call) -> Sequence[Strategy]:
     if features > 1:
         strategies.append(call.strategy(S(1), grad_output=S(len(call.shape("indices")))))
     if count > 1 and not call["scale_grad_by_freq"]:
-        strategies.append(call.strategy(S(0)).by(_lower_row_gradient(count)))
+        strategies.append(call.strategy(S(0)).by(partial(_lower_row_gradient, count)))
         is_sparse = 8 * prod(call.shape("indices")) <= count  # otherwise many rows have a gradient
         strategies += [_send_gradients(call, dim) for dim in tokens] if is_sparse else []
     return [*strategies, call.strategy(P, grad_output=P)]
 
 
-def _lower_row_gradient(count: int) -> Lowering:
-    """Return the lowering to the gradient of this rank's table rows.
+def _lower_row_gradient(count: int, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Compute the gradient of this rank's table rows.
 
     Tokens of other ranks are accumulated into an extra last row, which is dropped.
 
     Args:
         count: number of rows of the table.
     """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        padding, block = args["padding_idx"], build.block(count)
-        local_indices, outside = to_local_indices(build, args["indices"], count)
-        padded = build.op("aten.eq.Scalar", args["indices"], padding)
-        outside = build.op("aten.logical_or.default", outside, padded)
-        local_indices = build.op("aten.masked_fill.Scalar", local_indices, outside, block)
-        changes = {"indices": local_indices, "num_weights": block + 1, "padding_idx": -1}
-        (gradient,) = build.rerun(node, operands, **changes)
-        return (build.op("aten.slice.Tensor", gradient, 0, 0, block),)
-
-    return lower
+    args = build.bind(node, operands)
+    padding, block = args["padding_idx"], build.block(count)
+    local_indices, outside = to_local_indices(build, args["indices"], count)
+    padded = build.op("aten.eq.Scalar", args["indices"], padding)
+    outside = build.op("aten.logical_or.default", outside, padded)
+    local_indices = build.op("aten.masked_fill.Scalar", local_indices, outside, block)
+    changes = {"indices": local_indices, "num_weights": block + 1, "padding_idx": -1}
+    (gradient,) = build.rerun(node, operands, **changes)
+    return (build.op("aten.slice.Tensor", gradient, 0, 0, block),)
 
 
 def _send_gradients(call: Call, dim: int) -> Strategy:
@@ -227,42 +220,38 @@ def _bag(call: Call) -> Sequence[Strategy]:
     if features > 1:
         strategies.append(call.strategy([S(1), *rest], weight=S(1)))
     if count > 1 and call["padding_idx"] < 0:
-        strategies.append(call.strategy([P, *rest], weight=S(0)).by(_lower_bags(count)))
+        strategies.append(call.strategy([P, *rest], weight=S(0)).by(partial(_lower_bags, count)))
     return strategies
 
 
-def _lower_bags(count: int) -> Lowering:
-    """Return the lowering to bag sums (or means) over this rank's table rows.
+def _lower_bags(count: int, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Compute bag sums (or means) over this rank's table rows.
 
     Rows of other ranks are replaced by zero rows. A weight of 0 would not do, since 0 times an
     infinite element of the substituted row is NaN.
     """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        table, indices, sample_weights = args["weight"], args["indices"], args["per_sample_weights"]
-        local_indices, outside = to_local_indices(build, indices, count)
-        if not build.block(count):
-            table = build.full((1, build.shape(table)[1]), 0, like=table)
-        if sample_weights is not None:
-            sample_weights = build.op("aten.masked_fill.Scalar", sample_weights, outside, 0)
-        rows = build.op("aten.embedding.default", table, local_indices)
-        outside = build.op("aten.unsqueeze.default", outside, -1)
-        rows = build.op("aten.masked_fill.Scalar", rows, outside, 0)
-        row_numbers = build.op("aten.arange.default", build.shape(indices)[0],
-                          dtype=build.meta(indices).dtype, device=DEVICE)  # fmt: skip
-        bag_args = {**args, "weight": rows, "indices": row_numbers}
-        sums, *other_results = _run_bags(
-            build, node, {**bag_args, "mode": _SUM, "per_sample_weights": sample_weights}
-        )
-        if args["mode"] == _MEAN:
-            first_column = build.slice(rows, 1, 0, 1)
-            _, *other_results = _run_bags(build, node, {**bag_args, "weight": first_column})
-            sizes = build.op("aten.clamp_min.default", other_results[1], 1)
-            sums = build.op("aten.div.Tensor", sums, build.op("aten.unsqueeze.default", sizes, -1))
-        return (sums, *other_results)
-
-    return lower
+    args = build.bind(node, operands)
+    table, indices, sample_weights = args["weight"], args["indices"], args["per_sample_weights"]
+    local_indices, outside = to_local_indices(build, indices, count)
+    if not build.block(count):
+        table = build.full((1, build.shape(table)[1]), 0, like=table)
+    if sample_weights is not None:
+        sample_weights = build.op("aten.masked_fill.Scalar", sample_weights, outside, 0)
+    rows = build.op("aten.embedding.default", table, local_indices)
+    outside = build.op("aten.unsqueeze.default", outside, -1)
+    rows = build.op("aten.masked_fill.Scalar", rows, outside, 0)
+    row_numbers = build.op("aten.arange.default", build.shape(indices)[0],
+                      dtype=build.meta(indices).dtype, device=DEVICE)  # fmt: skip
+    bag_args = {**args, "weight": rows, "indices": row_numbers}
+    sums, *other_results = _run_bags(
+        build, node, {**bag_args, "mode": _SUM, "per_sample_weights": sample_weights}
+    )
+    if args["mode"] == _MEAN:
+        first_column = build.slice(rows, 1, 0, 1)
+        _, *other_results = _run_bags(build, node, {**bag_args, "weight": first_column})
+        sizes = build.op("aten.clamp_min.default", other_results[1], 1)
+        sums = build.op("aten.div.Tensor", sums, build.op("aten.unsqueeze.default", sizes, -1))
+    return (sums, *other_results)
 
 
 def _run_bags(build: Builder, node: Node, args: Mapping[str, Arg]) -> Sequence[Ref]:
@@ -279,7 +268,7 @@ def _bag_backward(call: Call) -> Sequence[Strategy]:
     if call.shape("grad")[1] > 1:
         strategies.append(call.strategy(S(1), grad=S(1)))
     if call["num_weights"] > 1:
-        strategies.append(call.strategy(S(0)).by(_lower_row_gradient(call["num_weights"])))
+        strategies.append(call.strategy(S(0)).by(partial(_lower_row_gradient, call["num_weights"])))
     return strategies
 
 

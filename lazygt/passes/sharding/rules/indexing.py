@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import torch
@@ -188,14 +189,10 @@ def put_strategies(
 
 def is_row_index(call: Call, index: str) -> bool:
     """Return whether an index of element shape is one index per row, expanded over the row."""
-    meta = call.meta(index)
-    shape = call.shape("self")
-    return (
-        meta.shape[1:] == shape[1:]
-        and bool(meta.shape[1:])
-        and all(stride == 0 or size == 1
-                for size, stride in zip(meta.shape[1:], meta.stride[1:], strict=True))
-    )  # fmt: skip
+    meta, shape = call.meta(index), call.shape("self")
+    rows = zip(meta.shape[1:], meta.stride[1:], strict=True)
+    is_expanded = len(shape) > 1 and all(stride == 0 or size == 1 for size, stride in rows)
+    return is_expanded and meta.shape[1:] == shape[1:]
 
 
 def _indices(call: Call, name: str) -> list[TensorMeta]:
@@ -387,67 +384,55 @@ _REPLACING = {
 }
 
 
-def _scatter(added: bool) -> Rule:
-    """Return the rule of scatter, or of scatter_add if ``added``.
+def _scatter(call: Call, added: bool) -> Sequence[Strategy]:
+    """Return the strategies of scatter, or of scatter_add if ``added``.
 
     The indexed dim is sharded with replicated indices: a rank writes the elements of its block. A
     dim other than the indexed one is sharded if all operands have the same size along the dim.
     """
-
-    def strategies(call: Call) -> Sequence[Strategy]:
-        shape, index = call.shape("self"), call.shape("index")
-        if not shape or not index:
-            return ()
-        dim = call.dim("dim", len(shape))
-        names = ["self", "index", *(["src"] if call.has("src") else [])]
-        equal = [
-            d if d != dim and all(call.shape(name)[d] == size for name in names) else None
-            for d, size in enumerate(shape)
-        ]
-        strategies = passing(call, equal, names=names)
-        if added:
-            strategies.append(call.strategy(P, self=P, src=P))
-            if index[dim] > 1 and call.shape("src")[dim] == index[dim]:
-                strategies.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
-        same_shape = call.has("src") and call.shape("src") == index
-        replaces = added or call.node.op in _REPLACING
-        if dim == 0 and replaces and is_row_index(call, "index") and same_shape:
-            strategies += put_strategies(call, "index", "src", added, by_element=True)
-        if shape[dim] > 1 and (same_shape if added else replaces):
-            lower = _lower_scatter_add(dim) if added else _lower_scatter(dim)
-            strategies.append(call.strategy(S(dim), self=S(dim)).by(lower))
-        return strategies
-
+    shape, index = call.shape("self"), call.shape("index")
+    if not shape or not index:
+        return ()
+    dim = call.dim("dim", len(shape))
+    names = ["self", "index", *(["src"] if call.has("src") else [])]
+    equal = [
+        d if d != dim and all(call.shape(name)[d] == size for name in names) else None
+        for d, size in enumerate(shape)
+    ]
+    strategies = passing(call, equal, names=names)
+    if added:
+        strategies.append(call.strategy(P, self=P, src=P))
+        if index[dim] > 1 and call.shape("src")[dim] == index[dim]:
+            strategies.append(call.strategy(P, self=P, index=S(dim), src=S(dim)))
+    same_shape = call.has("src") and call.shape("src") == index
+    replaces = added or call.node.op in _REPLACING
+    if dim == 0 and replaces and is_row_index(call, "index") and same_shape:
+        strategies += put_strategies(call, "index", "src", added, by_element=True)
+    if shape[dim] > 1 and (same_shape if added else replaces):
+        lower = partial(_lower_scatter_add, dim) if added else partial(_lower_scatter, dim)
+        strategies.append(call.strategy(S(dim), self=S(dim)).by(lower))
     return strategies
 
 
-def _lower_scatter_add(dim: int) -> Lowering:
-    """Return the lowering of scatter_add into a block: elements of other ranks add zeros."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args, (result,) = build.bind(node, operands), node.results
-        assert result is not None
-        if not build.shape(args["self"])[dim]:
-            return (args["self"],)
-        local_index, outside = to_local_indices(build, args["index"], result.shape[dim])
-        source = build.op("aten.masked_fill.Scalar", args["src"], outside, 0)
-        return build.rerun(node, operands, index=local_index, src=source)
-
-    return lower
+def _lower_scatter_add(dim: int, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Scatter-add into a block: elements of other ranks add zeros."""
+    args, (result,) = build.bind(node, operands), node.results
+    assert result is not None
+    if not build.shape(args["self"])[dim]:
+        return (args["self"],)
+    local_index, outside = to_local_indices(build, args["index"], result.shape[dim])
+    source = build.op("aten.masked_fill.Scalar", args["src"], outside, 0)
+    return build.rerun(node, operands, index=local_index, src=source)
 
 
-def _lower_scatter(dim: int) -> Lowering:
-    """Return the lowering of scatter into a block."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args, (result,) = build.bind(node, operands), node.results
-        assert result is not None
-        value, source = args["self"], args.get("src", args.get("value"))
-        index = to_local_indices(build, args["index"], result.shape[dim])
-        new_block = write_owned(build, _REPLACING[node.op], value, dim, index, source)
-        return (build.op("aten.copy_.default", value, new_block) if node.writes else new_block,)
-
-    return lower
+def _lower_scatter(dim: int, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Scatter into a block."""
+    args, (result,) = build.bind(node, operands), node.results
+    assert result is not None
+    value, source = args["self"], args.get("src", args.get("value"))
+    index = to_local_indices(build, args["index"], result.shape[dim])
+    new_block = write_owned(build, _REPLACING[node.op], value, dim, index, source)
+    return (build.op("aten.copy_.default", value, new_block) if node.writes else new_block,)
 
 
 def _index_add(call: Call) -> Sequence[Strategy]:
@@ -526,13 +511,8 @@ def _index_put(call: Call) -> Sequence[Strategy]:
     for dim in shardable_dims(shape):
         if dim not in indexed:
             value_dim = dim if dim < indexed[0] else dim - len(indexed) + rank
-            strategies.append(
-                call.strategy(
-                    S(dim),
-                    self=S(dim),
-                    values=broadcast_placement(values, value_shape, value_dim),
-                )
-            )
+            placement = broadcast_placement(values, value_shape, value_dim)
+            strategies.append(call.strategy(S(dim), self=S(dim), values=placement))
     return [*strategies, *([] if indexed[0] else _sharded_indices(call, index_metas))]
 
 
@@ -562,11 +542,11 @@ def _masked_put(call: Call, rank: int) -> list[Strategy]:
 RULES: dict[str, Rule] = {
     **table("index_select.default", _index_select),
     **table("gather.default", _gather),
-    **table("scatter_add.default scatter_add_.default", _scatter(added=True)),
+    **table("scatter_add.default scatter_add_.default", partial(_scatter, added=True)),
     **table(
         "scatter.src scatter_.src scatter.value scatter_.value scatter_reduce.two "
         "scatter.reduce scatter_.reduce scatter.value_reduce scatter_.value_reduce",
-        _scatter(added=False),
+        partial(_scatter, added=False),
     ),
     **table("index_add.default index_add_.default", _index_add),
     **table("index_put.default index_put_.default _index_put_impl_.default", _index_put),

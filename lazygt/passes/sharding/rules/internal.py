@@ -7,6 +7,7 @@ does not move: each rank runs the same collective on its block. A stage mark is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -33,7 +34,6 @@ from lazygt.passes.sharding.rules.strategy import (
     PMIN,
     Call,
     LocalLowering,
-    Lowering,
     P,
     R,
     Rule,
@@ -63,7 +63,10 @@ def _sized(call: Call) -> Sequence[Strategy]:
 def _strided(call: Call) -> Sequence[Strategy]:
     """Return the strategies of empty_strided; blocks are row-major for any ``stride``."""
     meta = call.result()
-    return [call.strategy(S(dim)).by(_create_local(meta)) for dim in shardable_dims(meta.shape)]
+    return [
+        call.strategy(S(dim)).by(LocalLowering(partial(_create, meta)))
+        for dim in shardable_dims(meta.shape)
+    ]
 
 
 def _like(call: Call) -> Sequence[Strategy]:
@@ -72,32 +75,29 @@ def _like(call: Call) -> Sequence[Strategy]:
     result_dims, shape = shardable_dims(meta.shape), call.shape("self")
     operand_placements: list[Placement] = [*map(S, shardable_dims(shape)), P, PMAX, PMIN]
     strategies = [
-        call.strategy(R, self=placement).by(_create_local(meta)) for placement in operand_placements
+        call.strategy(R, self=placement).by(LocalLowering(partial(_create, meta)))
+        for placement in operand_placements
     ]
     for dim in result_dims:
         strategies += [
-            call.strategy(S(dim), self=placement).by(_create_local(meta))
+            call.strategy(S(dim), self=placement).by(LocalLowering(partial(_create, meta)))
             for placement in (R, S(dim), P, PMAX, PMIN)
             if placement != S(dim) or dim in shardable_dims(shape)
         ]
     return strategies
 
 
-def _create_local(result: TensorMeta) -> LocalLowering:
-    """Return the lowering that creates the local tensor of ``result`` and fills it."""
-
-    def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
-        (placement,) = strategy.outputs
-        shape = build.local(result.shape, placement)
-        stride = result.stride if placement == R else contiguous_stride(shape)
-        empty: Ref = build.op("aten.empty_strided.default", shape, stride, dtype=result.dtype,
-                              device=DEVICE)  # fmt: skip
-        fill_value = _fill_value(build.bind(node, operands), node.op)
-        if fill_value is None:
-            return (empty,)
-        return (build.op("aten.fill_.Scalar", empty, fill_value),)
-
-    return LocalLowering(program)
+def _create(
+    result: TensorMeta, build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Create the local tensor of a ``result``, and fill it."""
+    (placement,) = strategy.outputs
+    shape = build.local(result.shape, placement)
+    stride = result.stride if placement == R else contiguous_stride(shape)
+    empty: Ref = build.op("aten.empty_strided.default", shape, stride, dtype=result.dtype,
+                          device=DEVICE)  # fmt: skip
+    fill_value = _fill_value(build.bind(node, operands), node.op)
+    return (empty if fill_value is None else build.op("aten.fill_.Scalar", empty, fill_value),)
 
 
 def _fill_value(args: dict[str, Arg], op: str) -> Arg:
@@ -199,22 +199,20 @@ def _collective(call: Call) -> Sequence[Strategy]:
         S(dim) for dim in shardable_dims(meta.shape) if dim not in moved_dims
     ]
     return [
-        Strategy((placement,), (placement,), _lower_collective(placement))
+        Strategy((placement,), (placement,), partial(_lower_collective, placement))
         for placement in (*placements, *_commuting_partials(call.node))
     ]
 
 
-def _lower_collective(placement: Placement) -> Lowering:
-    """Return the lowering that runs the same collective on blocks, with a result of a placement."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (global_meta,) = node.results
-        assert global_meta is not None
-        shape = build.local(global_meta.shape, placement)
-        meta = intern(shape, contiguous_stride(shape), global_meta.dtype)
-        return build.add(Node(node.op, (*operands, *node.args[len(operands) :]), (), (meta,)))
-
-    return lower
+def _lower_collective(
+    placement: Placement, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run the same collective on blocks, with a result of a placement."""
+    (global_meta,) = node.results
+    assert global_meta is not None
+    shape = build.local(global_meta.shape, placement)
+    meta = intern(shape, contiguous_stride(shape), global_meta.dtype)
+    return build.add(Node(node.op, (*operands, *node.args[len(operands) :]), (), (meta,)))
 
 
 def _row_exchange(call: Call) -> Sequence[Strategy]:
@@ -235,14 +233,14 @@ def _row_exchange(call: Call) -> Sequence[Strategy]:
         Strategy(
             (placement, R) if is_take else (placement, R, placement),
             (placement,),
-            _lower_collective(placement),
+            partial(_lower_collective, placement),
         )
         for placement in placements
     ]
     if index.numel > 1 and is_take:
-        strategies.append(Strategy((R, S(0)), (S(0),), _lower_collective(S(0))))
+        strategies.append(Strategy((R, S(0)), (S(0),), partial(_lower_collective, S(0))))
     elif index.numel > 1 and summable:
-        strategies.append(Strategy((P, S(0), S(0)), (P,), _lower_collective(P)))
+        strategies.append(Strategy((P, S(0), S(0)), (P,), partial(_lower_collective, P)))
     return strategies
 
 
@@ -280,18 +278,8 @@ def _lower_mark(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        (
-            ALL_REDUCE,
-            ALL_GATHER,
-            REDUCE_SCATTER,
-            ALL_TO_ALL,
-            SEND_RECV,
-            SHARD,
-            REPLICATE_TO_PARTIAL,
-        ),
-        _collective,
-    ),
+    **dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL), _collective),
+    **dict.fromkeys((SEND_RECV, SHARD, REPLICATE_TO_PARTIAL), _collective),
     TAKE_ROWS: _row_exchange,
     PUT_ROWS: _row_exchange,
     ENTER: _enter,

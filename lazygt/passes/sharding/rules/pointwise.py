@@ -8,7 +8,7 @@ minima.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -25,7 +25,6 @@ from lazygt.passes.sharding.rules.strategy import (
     PMAX,
     PMIN,
     Call,
-    Lowering,
     P,
     R,
     Rule,
@@ -136,23 +135,19 @@ def _with_number(
         return []
     if not _can_be_summed(marks, operands, result):
         return []
-    return [Strategy(tuple(marks), (P,)).by(add_number_once(name))]
+    return [Strategy(tuple(marks), (P,)).by(partial(add_number_once, name))]
 
 
-def add_number_once(name: str) -> Lowering:
-    """Return the lowering that replaces a number by 0 on all ranks but rank 0.
+def add_number_once(name: str, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Run the op with a number that is replaced by 0 on all ranks but rank 0.
 
     Args:
         name: name of the argument with the number.
     """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        number = bound(node)[name]
-        if (type(number) is not Param and number == 0) or build.index == 0:
-            return build.rerun(node, operands)
-        return build.rerun(node, operands, **{name: build.zero_like(number)})
-
-    return lower
+    number = bound(node)[name]
+    if (type(number) is not Param and number == 0) or build.index == 0:
+        return build.rerun(node, operands)
+    return build.rerun(node, operands, **{name: build.zero_like(number)})
 
 
 def _partial_patterns(
@@ -259,23 +254,12 @@ FORMS = SPLIT | {
 
 def singles(node: Node) -> list[Node]:
     """Return the single-tensor nodes that are equivalent to a horizontal op of ``FORMS``."""
-    form = FORMS[node.op]
-    nodes = []
+    form, nodes = FORMS[node.op], []
     for number in range(len(node.args[0])):
         args, kwargs = form.narrow(node.args, number)
-        single_kwargs = (*kwargs, *node.kwargs)
-        new_outputs = node.fresh[number : number + 1]
-        written = node.written[number : number + 1]
-        nodes.append(
-            Node(
-                form.single,
-                args,
-                single_kwargs,
-                new_outputs,
-                node.writes[number : number + 1],
-                written,
-            )
-        )
+        one = slice(number, number + 1)
+        single = form.single, args, (*kwargs, *node.kwargs)
+        nodes.append(Node(*single, node.fresh[one], node.writes[one], node.written[one]))
     return nodes
 
 
@@ -327,22 +311,20 @@ def _combined(node: Node, strategies: list[Strategy]) -> Strategy | None:
         operand += 1
     comm = [collective for strategy in strategies for collective in strategy.comm]
     outputs = tuple(placement for strategy in strategies for placement in strategy.outputs)
-    return Strategy(tuple(inputs), outputs, _lower_singles(strategies), tuple(comm))
+    return Strategy(tuple(inputs), outputs, partial(_lower_singles, strategies), tuple(comm))
 
 
-def _lower_singles(strategies: Sequence[Strategy]) -> Lowering:
-    """Return the lowering that runs each single-tensor node by its strategy."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        local = dict(zip(_positions(node), operands, strict=True))
-        results: list[Ref | None] = []
-        for number, (single, strategy) in enumerate(zip(singles(node), strategies, strict=True)):
-            values = [local[arg, number] if (arg, number) in local else local[arg, -1]
-                      for arg in _tensor_arguments(node)]  # fmt: skip
-            results += lower_strategy(build, strategy, single, values)
-        return results
-
-    return lower
+def _lower_singles(
+    strategies: Sequence[Strategy], build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run each single-tensor node by its strategy."""
+    local = dict(zip(_positions(node), operands, strict=True))
+    results: list[Ref | None] = []
+    for number, (single, strategy) in enumerate(zip(singles(node), strategies, strict=True)):
+        values = [local[arg, number] if (arg, number) in local else local[arg, -1]
+                  for arg in _tensor_arguments(node)]  # fmt: skip
+        results += lower_strategy(build, strategy, single, values)
+    return results
 
 
 def _tensor_arguments(node: Node) -> list[int]:
@@ -430,18 +412,11 @@ def _single_step(placed_node: Placed, parameter: int) -> Placed:
     written_numbers = [
         written_number for written_number, value in enumerate(node.writes) if Ref(value) in selected
     ]
-    single = Node(
-        node.op,
-        args,
-        node.kwargs,
-        writes=tuple([node.writes[number] for number in written_numbers]),
-        written=tuple([node.written[number] for number in written_numbers]),
-    )
-    return Placed(
-        single,
-        [placed_node.results[number] for number in written_numbers],
-        placed_node.source,
-    )
+    writes = tuple([node.writes[number] for number in written_numbers])
+    written = tuple([node.written[number] for number in written_numbers])
+    single = Node(node.op, args, node.kwargs, writes=writes, written=written)
+    results = [placed_node.results[number] for number in written_numbers]
+    return Placed(single, results, placed_node.source)
 
 
 def _item_of(arg: Arg, number: int) -> Arg:

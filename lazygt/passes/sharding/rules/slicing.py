@@ -9,6 +9,7 @@ projection of queries, keys and values, have strided placements.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -35,6 +36,7 @@ from lazygt.passes.sharding.rules.strategy import (
     Values,
     exchange_comm,
     local_range,
+    pad,
     partial_by_padding,
     passing,
     shardable_dims,
@@ -52,17 +54,13 @@ def _cat(call: Call) -> Sequence[Strategy]:
     shape = call.result().shape
     dim = call.dim("dim", len(shape))
     ranks = [len(meta.shape) for meta in call.operands]
-    # torch lets an empty 1-d tensor stand among tensors of any rank
-    other_dims = (
-        [d for d in shardable_dims(shape) if d != dim] if set(ranks) == {len(shape)} else []
-    )
-    strategies = [call.strategy(S(d), tensors=S(d)) for d in other_dims]
-    if set(ranks) == {len(shape)} and partials(call, bools=True):
-        strategies += _cat_in_blocks(call, dim)
-        strategies += cat_strategies(call, dim)
-    return strategies + [
-        call.strategy(placement, tensors=placement) for placement in partials(call)
-    ]
+    strategies: list[Strategy] = []
+    if set(ranks) == {len(shape)}:  # torch lets an empty 1-d tensor stand among others
+        other_dims = [d for d in shardable_dims(shape) if d != dim]
+        strategies += [call.strategy(S(d), tensors=S(d)) for d in other_dims]
+        if partials(call, bools=True):
+            strategies += [*_cat_in_blocks(call, dim), *cat_strategies(call, dim)]
+    return strategies + [call.strategy(partial, tensors=partial) for partial in partials(call)]
 
 
 def _cat_in_blocks(call: Call, dim: int) -> list[Strategy]:
@@ -88,9 +86,7 @@ def _stack(call: Call) -> Sequence[Strategy]:
     strategies = [
         call.strategy(S(d), tensors=S(d - (d > dim))) for d in shardable_dims(shape) if d != dim
     ]
-    return strategies + [
-        call.strategy(placement, tensors=placement) for placement in partials(call)
-    ]
+    return strategies + [call.strategy(partial, tensors=partial) for partial in partials(call)]
 
 
 def partials(call: Call, bools: bool = False) -> list[Placement]:
@@ -106,24 +102,15 @@ def partials(call: Call, bools: bool = False) -> list[Placement]:
 
 
 def _split(call: Call) -> Sequence[Strategy]:
-    """Return the strategies of a split into pieces along ``dim``.
+    """Return the strategies of a split or unbind into pieces along ``dim``.
 
     Along a sharded ``dim``, blocks of the operand are exchanged for blocks of each piece.
     """
-    dim = call.dim()
-    strategies = _unaffected(call, dim, removed=False)
+    dim, removed = call.dim(), call.node.op.startswith("aten.unbind")
+    strategies = _unaffected(call, dim, removed)
     if len(call.node.results) == 1:
         return [*strategies, *partial_by_padding(call, {"self": dim})]
-    return [*strategies, *split_in_blocks(call, dim)]
-
-
-def _unbind(call: Call) -> Sequence[Strategy]:
-    """Return the strategies of unbind."""
-    dim = call.dim()
-    strategies = _unaffected(call, dim, removed=True)
-    if len(call.node.results) > 1:
-        return strategies
-    return [*strategies, *partial_by_padding(call, {"self": dim})]
+    return strategies if removed else [*strategies, *split_in_blocks(call, dim)]
 
 
 def _unaffected(call: Call, dim: int, removed: bool) -> list[Strategy]:
@@ -151,7 +138,7 @@ def _slice(call: Call) -> Sequence[Strategy]:
     strategies += _sliced_in_blocks(call, dim, (first, last, step))
     if step != 1:
         return [*strategies, strategy]
-    return [*strategies, strategy.by(_lower_partial_slice(dim, shape[dim], first, last))]
+    return [*strategies, strategy.by(partial(_lower_partial_slice, dim, shape[dim], first, last))]
 
 
 def _sliced_in_blocks(call: Call, dim: int, bounds: tuple[int, int, int]) -> list[Strategy]:
@@ -186,23 +173,15 @@ def _sliced_in_blocks(call: Call, dim: int, bounds: tuple[int, int, int]) -> lis
     return [call.strategy(S(dim), self=S(dim)).by(lower, exchange_comm(exchange, call.result()))]
 
 
-def _lower_partial_slice(dim: int, size: int, first: int, last: int) -> Lowering:
-    """Return the lowering of a slice to a partial result: the local share, padded with zeros."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (value,) = operands
-        (first_owned, last_owned), start = (
-            local_range(build, size, first, last),
-            build.rank_offset(size),
-        )
-        local_slice = build.op(
-            "aten.slice.Tensor", value, dim, max(first_owned - start, 0), max(last_owned - start, 0)
-        )
-        trailing_pads = [0, 0] * (len(build.shape(value)) - 1 - dim)
-        padding = (*trailing_pads, first_owned - first, last - last_owned)
-        return (build.op("aten.constant_pad_nd.default", local_slice, padding, 0),)
-
-    return lower
+def _lower_partial_slice(
+    dim: int, size: int, first: int, last: int, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Slice to a partial result: the local share, padded with zeros."""
+    (value,) = operands
+    first_owned, last_owned = local_range(build, size, first, last)
+    ends = [max(row - build.rank_offset(size), 0) for row in (first_owned, last_owned)]
+    local_slice = build.op("aten.slice.Tensor", value, dim, *ends)
+    return (pad(build, local_slice, dim, first_owned - first, last - last_owned),)
 
 
 def _select(call: Call) -> Sequence[Strategy]:
@@ -212,7 +191,7 @@ def _select(call: Call) -> Sequence[Strategy]:
     index = call["index"]
     if type(index) is Param:
         return strategies + _run_time_start(call, dim, "index")
-    lower = _lower_select(dim, shape[dim], index % shape[dim])
+    lower = partial(_lower_select, dim, shape[dim], index % shape[dim])
     return strategies + [strategy.by(lower) for strategy in partial_by_padding(call, {"self": dim})]
 
 
@@ -261,55 +240,45 @@ def _run_time_start(call: Call, dim: int, name: str) -> list[Strategy]:
     return [strategy.by(lower) for strategy in partial_by_padding(call, {"self": dim})]
 
 
-def _lower_select(dim: int, size: int, index: int) -> Lowering:
-    """Return the lowering of a select at ``index``: zeros on all ranks but the owner's."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (value,) = operands
-        start, stop = build.bounds(size)
-        if start <= index < stop:
-            return (build.op("aten.select.int", value, dim, index - start),)
-        shape = build.shape(value)
-        return (build.full((*shape[:dim], *shape[dim + 1 :]), 0, like=value),)
-
-    return lower
+def _lower_select(
+    dim: int, size: int, index: int, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Select at ``index``: zeros on all ranks but the owner's."""
+    (value,) = operands
+    start, stop = build.bounds(size)
+    if start <= index < stop:
+        return (build.op("aten.select.int", value, dim, index - start),)
+    shape = build.shape(value)
+    return (build.full((*shape[:dim], *shape[dim + 1 :]), 0, like=value),)
 
 
-def _padding_backward(removed: bool) -> Rule:
-    """Return the rule of select_backward or slice_backward, which pad a gradient with zeros.
+def _padding_backward(call: Call, removed: bool) -> Sequence[Strategy]:
+    """Return the strategies of select_backward or slice_backward, which pad a gradient with zeros.
 
     Args:
         removed: whether the gradient lacks the dim (select_backward).
     """
-
-    def strategies(call: Call) -> Sequence[Strategy]:
-        shape = tuple(call["input_sizes"])
-        dim = call.dim("dim", len(shape))
-        strategies = [
-            call.strategy(S(d), grad_output=S(d - (removed and d > dim))).by(
-                sized(shape, "input_sizes")
-            )
-            for d in shardable_dims(shape)
-            if d != dim
-        ]
-        if shape[dim] > 1:
-            strategies.append(call.strategy(S(dim)).by(_lower_sharded_result(dim)))
-        if not removed and call["step"] == 1 and type(call["start"]) is int:
-            strategies += _slice_backward_in_blocks(call, dim, shape[dim])
-        return [*strategies, call.strategy(P, grad_output=P)]
-
-    return strategies
+    shape = tuple(call["input_sizes"])
+    dim = call.dim("dim", len(shape))
+    strategies = [
+        call.strategy(S(d), grad_output=S(d - (removed and d > dim))).by(
+            sized(shape, "input_sizes")
+        )
+        for d in shardable_dims(shape)
+        if d != dim
+    ]
+    if shape[dim] > 1:
+        strategies.append(call.strategy(S(dim)).by(partial(_lower_sharded_result, dim)))
+    if not removed and call["step"] == 1 and type(call["start"]) is int:
+        strategies += _slice_backward_in_blocks(call, dim, shape[dim])
+    return [*strategies, call.strategy(P, grad_output=P)]
 
 
-def _lower_sharded_result(dim: int) -> Lowering:
-    """Return the lowering that computes the full result, and returns this rank's block."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (full_result,) = build.rerun(node, operands)
-        assert full_result is not None
-        return (build.shard(full_result, dim),)
-
-    return lower
+def _lower_sharded_result(dim: int, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Compute the full result, and return this rank's block."""
+    (full_result,) = build.rerun(node, operands)
+    assert full_result is not None
+    return (build.shard(full_result, dim),)
 
 
 def _slice_backward_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]:
@@ -328,8 +297,7 @@ def _slice_backward_in_blocks(call: Call, dim: int, size: int) -> list[Strategy]
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         (start, stop), (first, last) = bounds[build.index], wanted_rows[build.index]
-        padding = (*[0, 0] * (len(shape) - 1 - dim), first - start, stop - last)
-        return (build.op("aten.constant_pad_nd.default", operands[0], padding, 0),)
+        return (pad(build, operands[0], dim, first - start, stop - last),)
 
     return exchanged_strategies(call, dim, [(rows,) for rows in wanted_rows], lower, "grad_output")
 
@@ -498,9 +466,8 @@ def put_among(call: Call, placement: StridedShard) -> Strategy | None:
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         local_starts = _starts(map(build.block, sizes))
-        trailing_pads = [0, 0] * (len(shape) - 1 - dim)
-        padding = (*trailing_pads, local_starts[start], local_starts[-1] - local_starts[stop])
-        return (build.op("aten.constant_pad_nd.default", operands[0], padding, 0),)
+        before, after = local_starts[start], local_starts[-1] - local_starts[stop]
+        return (pad(build, operands[0], dim, before, after),)
 
     gradient_placement = side_by_side(dim, sizes[start:stop])
     return call.strategy(placement, grad_output=gradient_placement).by(lower)
@@ -545,11 +512,10 @@ _SPLITS = (
 RULES: dict[str, Rule] = {
     **table("cat.default", _cat),
     **table("stack.default", _stack),
-    **table(_SPLITS, _split),
-    **table("unbind.int unbind_copy.int", _unbind),
+    **table(f"{_SPLITS} unbind.int unbind_copy.int", _split),
     **table("slice.Tensor slice_copy.Tensor", _slice),
     **table("select.int select_copy.int", _select),
     **table("narrow.default", _narrow),
-    **table("select_backward.default", _padding_backward(removed=True)),
-    **table("slice_backward.default", _padding_backward(removed=False)),
+    **table("select_backward.default", partial(_padding_backward, removed=True)),
+    **table("slice_backward.default", partial(_padding_backward, removed=False)),
 }

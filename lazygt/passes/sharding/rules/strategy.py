@@ -34,6 +34,10 @@ Values = Sequence[Ref | None]
 Lowering = Callable[["Builder", Node, Sequence[Ref]], Values]
 
 
+#: Adds the local program of a strategy.
+Program = Callable[["Builder", "Strategy", Node, Sequence[Ref]], Values]
+
+
 @dataclass(frozen=True, slots=True)
 class LocalLowering:
     """Local program that is correct for any blocks of the dims that its strategy shards.
@@ -42,7 +46,7 @@ class LocalLowering:
     placements from the strategy.
     """
 
-    program: Callable[[Builder, Strategy, Node, Sequence[Ref]], Values]
+    program: Program
 
 
 def local_lowering(lower: Lowering) -> LocalLowering:
@@ -84,6 +88,12 @@ class Strategy:
     ) -> Strategy:
         """Return a copy with another local program and the collectives inside that program."""
         return replace(self, lower=lower, comm=tuple(comm))
+
+    def wrapped(self, program: Program) -> Strategy:
+        """Return a copy with a program around the local one; local if that one is."""
+        if self.lower is None or isinstance(self.lower, LocalLowering):
+            return replace(self, lower=LocalLowering(program))
+        return replace(self, lower=lambda *args: program(args[0], self, *args[1:]))
 
     def __str__(self) -> str:
         inputs, outputs = ", ".join(map(str, self.inputs)), ", ".join(map(str, self.outputs))
@@ -307,7 +317,7 @@ def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:
     A rank with an empty block returns zeros instead of running the kernel. Valid for results that
     are empty on that rank too, and for partial sums.
     """
-    results, kernel_program = call.node.results, strategy.lower
+    kernel_program, results = strategy.lower, call.node.results
     sharded_operands = [
         number for number, placement in enumerate(strategy.inputs) if isinstance(placement, Shard)
     ]
@@ -320,11 +330,7 @@ def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:
             for meta, placement in zip(results, strategy.outputs, strict=True)
         ]
 
-    if kernel_program is None or isinstance(kernel_program, LocalLowering):
-        return replace(strategy, lower=LocalLowering(program))
-    return replace(
-        strategy, lower=lambda build, node, operands: program(build, strategy, node, operands)
-    )
+    return strategy.wrapped(program)
 
 
 def partial_by_padding(
@@ -368,8 +374,13 @@ def partial_by_padding(
 def pad_to_global(build: Builder, value: Ref, dim: int, size: int) -> Ref:
     """Pad this rank's block along ``dim`` with zeros to the global ``size`` of the dim."""
     start, stop = build.bounds(size)
-    after = [0, 0] * (len(build.shape(value)) - 1 - dim)
-    padded: Ref = build.op("aten.constant_pad_nd.default", value, (*after, start, size - stop), 0)
+    return pad(build, value, dim, start, size - stop)
+
+
+def pad(build: Builder, value: Ref, dim: int, before: int, after: int, fill_value: Arg = 0) -> Ref:
+    """Pad a value by numbers of rows before and after it along ``dim``."""
+    pads = (*[0, 0] * (len(build.shape(value)) - 1 - dim), before, after)
+    padded: Ref = build.op("aten.constant_pad_nd.default", value, pads, fill_value)
     return padded
 
 

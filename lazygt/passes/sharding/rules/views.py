@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from lazygt.graph.node import Node, Param, Ref
@@ -28,7 +29,6 @@ from lazygt.passes.sharding.rules.strategy import (
     PARTIALS,
     Call,
     LocalLowering,
-    Lowering,
     P,
     R,
     Rule,
@@ -260,7 +260,7 @@ def _same_blocks(a: int, inside_a: int, b: int, inside_b: int, axis_size: int) -
     )
 
 
-# -- flips, rolls, pads, diagonals, triangles, repeats -------------------------------------------
+# -- flips, rolls, pads, diagonals, triangles, repeats ---------------------------------------------
 
 
 def _other_dims(
@@ -309,7 +309,9 @@ def _roll(call: Call) -> Sequence[Strategy]:
         wanted_rows = [
             _roll_sources(shape[dim], shift, *bounds) for bounds in call.bounds(shape[dim])
         ]
-        strategies += exchanged_strategies(call, dim, wanted_rows, _lower_other_rolls(other_rolls))
+        strategies += exchanged_strategies(
+            call, dim, wanted_rows, partial(_lower_other_rolls, other_rolls)
+        )
     return strategies
 
 
@@ -320,16 +322,14 @@ def _roll_sources(size: int, shift: int, start: int, stop: int) -> Ranges:
     return tuple([(a, b) for a, b in ranges if a < b])
 
 
-def _lower_other_rolls(other_rolls: Sequence[tuple[int, int]]) -> Lowering:
-    """Return the lowering that rolls along the other dims, (dim, shift) each."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        if not other_rolls:
-            return operands
-        dims, shifts = zip(*other_rolls, strict=True)
-        return build.rerun(node, operands, dims=dims, shifts=shifts)
-
-    return lower
+def _lower_other_rolls(
+    other_rolls: Sequence[tuple[int, int]], build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Roll along the other dims, (dim, shift) each."""
+    if not other_rolls:
+        return operands
+    dims, shifts = zip(*other_rolls, strict=True)
+    return build.rerun(node, operands, dims=dims, shifts=shifts)
 
 
 def _padded_dims(call: Call) -> set[int]:
@@ -346,7 +346,11 @@ def _pad(call: Call) -> Sequence[Strategy]:
     if value is None or (type(value) in (int, float) and value == 0):
         return [*_other_dims(call, padded), *along_padded]
     strategies = _other_dims(call, padded, partials=())
-    return [*strategies, *along_padded, call.strategy(P, self=P).by(add_number_once("value"))]
+    return [
+        *strategies,
+        *along_padded,
+        call.strategy(P, self=P).by(partial(add_number_once, "value")),
+    ]
 
 
 def _pad_along(call: Call, dim: int) -> list[Strategy]:
@@ -392,7 +396,9 @@ def _reflection_or_replication_pad(call: Call) -> Sequence[Strategy]:
         other_pads = [0 if index // 2 == number else pad for index, pad in enumerate(pads)]
         rejects_empty = any(other_pads) and not all(wanted_rows)  # the kernel rejects empty blocks
         if shape[dim] > 1 and not rejects_empty:
-            strategies += exchanged_strategies(call, dim, wanted_rows, _lower_pads(other_pads))
+            strategies += exchanged_strategies(
+                call, dim, wanted_rows, partial(_lower_pads, other_pads)
+            )
     return strategies
 
 
@@ -420,13 +426,9 @@ def _to_ranges(rows: Sequence[int]) -> Ranges:
     return tuple(ranges)
 
 
-def _lower_pads(pads: Sequence[int]) -> Lowering:
-    """Return the lowering that pads the other dims of the exchanged rows."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        return build.rerun(node, operands, padding=pads) if any(pads) else operands
-
-    return lower
+def _lower_pads(pads: Sequence[int], build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Pad the other dims of the exchanged rows."""
+    return build.rerun(node, operands, padding=pads) if any(pads) else operands
 
 
 def _diag_embed(call: Call) -> Sequence[Strategy]:
@@ -461,19 +463,17 @@ def _triangle(call: Call) -> Sequence[Strategy]:
     strategies = []
     for dim in shardable_dims(shape):
         sign = {len(shape) - 2: 1, len(shape) - 1: -1}.get(dim, 0)
-        lower = _lower_shifted_diagonal(shape[dim], sign) if sign else None
+        lower = partial(_lower_shifted_diagonal, shape[dim], sign) if sign else None
         strategies.append(call.strategy(S(dim), self=S(dim)).by(lower))
     return [*strategies, call.strategy(P, self=P)]
 
 
-def _lower_shifted_diagonal(size: int, sign: int) -> Lowering:
-    """Return the lowering of a triangle with the diagonal shifted by the block's offset."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        diagonal = build.bind(node, operands)["diagonal"]
-        return build.rerun(node, operands, diagonal=diagonal + sign * build.rank_offset(size))
-
-    return lower
+def _lower_shifted_diagonal(
+    size: int, sign: int, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run a triangle op with its diagonal shifted by the block's offset."""
+    diagonal = build.bind(node, operands)["diagonal"]
+    return build.rerun(node, operands, diagonal=diagonal + sign * build.rank_offset(size))
 
 
 RESHAPES: dict[str, Rule] = {

@@ -27,6 +27,7 @@ from lazygt.passes.sharding.rules.strategy import (
     Strategy,
     Values,
     exchange_comm,
+    pad,
     table,
 )
 
@@ -145,14 +146,8 @@ def _with_halo(build: Builder, value: Ref, window: _Window, fill_value: Arg = 0)
 
 
 def _padded(build: Builder, value: Ref, dim: int, pads: Rows, fill_value: Arg = 0) -> Ref:
-    """Pad a value along ``dim`` by numbers of rows before and after it."""
-    if not any(pads):
-        return value
-    trailing_pads = [0, 0] * (len(build.shape(value)) - 1 - dim)
-    padded: Ref = build.op(
-        "aten.constant_pad_nd.default", value, (*trailing_pads, *pads), fill_value
-    )
-    return padded
+    """Pad a value along ``dim``, if needed, by numbers of rows before and after it."""
+    return pad(build, value, dim, *pads, fill_value) if any(pads) else value
 
 
 def _read_rows(build: Builder, window: _Window) -> Rows:
