@@ -47,6 +47,7 @@ from lazygt.passes.sharding.rules.strategy import (
     S,
     Strategy,
     Values,
+    pad,
     zeros_when_empty,
 )
 
@@ -119,9 +120,8 @@ def _query_sharded(call: Call, backward: bool) -> list[Strategy]:
         if backward
         else partial(_lower_forward, queries, keys)
     )
-    strategy = call.strategy(_result_placements(call, backward, P), **_query_placements(call)).by(
-        lower
-    )
+    outputs = _result_placements(call, backward, P)
+    strategy = call.strategy(outputs, **_query_placements(call)).by(lower)
     if _exceed_replicable(call) and queries == keys:
         share = schedule(queries, keys, call.axis_size, causal=True, balanced=False).share
         strategy = replace(strategy, share=share)
@@ -185,16 +185,10 @@ def _lower_forward(
     queries: int, keys: int, build: Builder, node: Node, operands: Sequence[Ref]
 ) -> Values:
     """Run a forward with sharded queries: one kernel per key range, merged."""
-    results = [
-        run_attention(
-            build,
-            node,
-            operands,
-            key_range.causal,
-            **_sliced_keys(build, node, operands, key_range),
-        )
-        for key_range in _key_ranges(build, queries, keys)
-    ]
+    results = []
+    for key_range in _key_ranges(build, queries, keys):
+        sliced = _sliced_keys(build, node, operands, key_range)
+        results.append(run_attention(build, node, operands, key_range.causal, **sliced))
     partial_result = reduce(
         lambda a, b: merge(build, a, b), [partial_result for partial_result, _ in results]
     )
@@ -230,10 +224,7 @@ def _lower_backward(
 def _padded_gradient(build: Builder, gradients: Sequence[Ref], unseen: int) -> Ref:
     """Join the gradients of the attended keys; append zeros for the ``unseen`` keys."""
     joined = build.joined(gradients, LENGTH)
-    if not unseen:
-        return joined
-    padded: Ref = build.op("aten.constant_pad_nd.default", joined, (0, 0, 0, unseen), 0)
-    return padded
+    return pad(build, joined, LENGTH, 0, unseen) if unseen else joined
 
 
 # -- queries and keys sharded: ring attention ------------------------------------------------------
@@ -244,11 +235,8 @@ def _ring_strategies(call: Call, backward: bool) -> list[Strategy]:
 
     With a causal mask there are two: one balances the work of the ranks, one sends the least.
     """
-    queries, keys, causal = (
-        call.shape("query")[LENGTH],
-        call.shape("key")[LENGTH],
-        call["is_causal"],
-    )
+    queries, keys = (call.shape(name)[LENGTH] for name in ("query", "key"))
+    causal = call["is_causal"]
     if min(queries, keys) < 2 or (causal and queries != keys):
         return []
     if not (_can_shard_queries(call) and _exceed_replicable(call)):

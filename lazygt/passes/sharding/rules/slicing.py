@@ -375,16 +375,12 @@ def joined_as(call: Call, reached: Sequence[Sequence[StridedShard]]) -> Strategy
         meta = call.metas[value]
         if meta is None or len(meta.shape) != len(result.shape) or meta.dtype != result.dtype:
             return None
-        along_dim = [
-            candidate for candidate in placements if candidate.dim == dim and candidate.inner == 1
-        ]
-        placement = along_dim[0] if along_dim else S(dim)
+        along_dim = (strided for strided in placements if strided.dim == dim and strided.inner == 1)
+        placement = next(along_dim, S(dim))
         tensor_placements.append(placement)
         sizes += group_sizes(placement, meta.shape[dim])
-    if (
-        all(isinstance(placement, Shard) for placement in tensor_placements)
-        or len(sizes) > _MAX_GROUPS
-    ):
+    are_plain = all(isinstance(placement, Shard) for placement in tensor_placements)
+    if are_plain or len(sizes) > _MAX_GROUPS:
         return None
     return call.strategy(side_by_side(dim, sizes), tensors=tensor_placements)
 
@@ -494,9 +490,8 @@ def _group_range(sizes: Sequence[int], start: int, stop: int) -> tuple[int, int]
     (0, 0) if ``start`` or ``stop`` is not a border of a group.
     """
     starts = _starts(sizes)
-    return (
-        (starts.index(start), starts.index(stop)) if start in starts and stop in starts else (0, 0)
-    )
+    are_borders = start in starts and stop in starts
+    return (starts.index(start), starts.index(stop)) if are_borders else (0, 0)
 
 
 def _starts(sizes: Iterable[int]) -> list[int]:

@@ -127,7 +127,7 @@ def _strategies(
     return strategies
 
 
-def _forward(window: _Window, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+def _lower_forward(window: _Window, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     """Exchange halos, run the op, and drop the rows of the result that other ranks own."""
     rows = _with_halo(build, operands[0], window)
     changes = _changes(node, window, build.shape(rows))
@@ -265,7 +265,7 @@ def _convolution_windows(call: Call, result_shape: tuple[int, ...]) -> list[_Win
 def convolution(call: Call) -> list[Strategy]:
     """Return the strategies of a convolution sharded along a spatial dim."""
     windows = _convolution_windows(call, call.result().shape) if call["groups"] > 0 else []
-    return _strategies(call, windows, _forward, call.meta("input"), ["input"])
+    return _strategies(call, windows, _lower_forward, call.meta("input"), ["input"])
 
 
 def convolution_backward(call: Call) -> list[Strategy]:
@@ -278,14 +278,14 @@ def convolution_backward(call: Call) -> list[Strategy]:
 
     if call["transposed"]:
         windows = [window.reverse() for window in windows]
-        image, program, exchanges = call.meta("grad_output"), _transposed_backward, _ROWS
+        image, program, exchanges = call.meta("grad_output"), _lower_transposed_backward, _ROWS
     else:
-        image, program = call.meta("input"), _convolution_backward
+        image, program = call.meta("input"), _lower_convolution_backward
         exchanges = _BOTH if needs_input else _ROWS
     return _strategies(call, windows, program, image, names, exchanges, results)
 
 
-def _convolution_backward(
+def _lower_convolution_backward(
     window: _Window, build: Builder, node: Node, operands: Sequence[Ref]
 ) -> Values:
     """Exchange halos, run the op, and send the gradients of halo rows back."""
@@ -298,7 +298,7 @@ def _convolution_backward(
     return results
 
 
-def _transposed_backward(
+def _lower_transposed_backward(
     window: _Window, build: Builder, node: Node, operands: Sequence[Ref]
 ) -> Values:
     """Exchange halos of the gradient, and run the op.
@@ -343,13 +343,13 @@ def _pool_windows(call: Call, result_shape: tuple[int, ...]) -> list[_Window]:
     return [window for window in windows if is_constant or not window.padding]
 
 
-def _average_pool_rule(call: Call) -> list[Strategy]:
+def _average_pool(call: Call) -> list[Strategy]:
     """Return the strategies of an average pool sharded along a spatial dim."""
     windows = _pool_windows(call, call.result().shape)
-    return _strategies(call, windows, _forward, call.meta("self"), ["self"])
+    return _strategies(call, windows, _lower_forward, call.meta("self"), ["self"])
 
 
-def _max_pool_rule(call: Call) -> list[Strategy]:
+def _max_pool(call: Call) -> list[Strategy]:
     """Return the strategies of a max pool sharded along a spatial dim."""
     value = call.meta("self")
     windows = [
@@ -357,10 +357,10 @@ def _max_pool_rule(call: Call) -> list[Strategy]:
         for window in _pool_windows(call, call.result().shape)
         if value.dtype.is_floating_point or not window.padding
     ]
-    return _strategies(call, windows, _max_pool, value, ["self"])
+    return _strategies(call, windows, _lower_max_pool, value, ["self"])
 
 
-def _max_pool(window: _Window, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+def _lower_max_pool(window: _Window, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     """Exchange halos, run the op, and convert its indices to those of the full image."""
     rows = _with_halo(build, operands[0], window, float("-inf"))
     shape = build.shape(rows)
@@ -406,14 +406,16 @@ def _to_flat_index(build: Builder, row_and_column: Sequence[Ref], columns: int) 
     return flat
 
 
-def _pool_backward_rule(call: Call) -> list[Strategy]:
+def _pool_backward(call: Call) -> list[Strategy]:
     """Return the strategies of a pool's backward sharded along a spatial dim."""
     image, windows = call.meta("self"), _pool_windows(call, call.shape("grad_output"))
     names = [name for name in ("grad_output", "self", "indices") if call.has(name)]
-    return _strategies(call, windows, _pool_backward, image, names, _GRADIENTS)
+    return _strategies(call, windows, _lower_pool_backward, image, names, _GRADIENTS)
 
 
-def _pool_backward(window: _Window, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+def _lower_pool_backward(
+    window: _Window, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
     """Run the op on zeros, whose shape alone it uses, and send the gradients of halo rows back."""
     gradient, value, *indices = operands
     first, last = _read_rows(build, window)
@@ -458,21 +460,21 @@ def _upsampling_windows(
     return windows
 
 
-def _upsampling_rule(call: Call) -> list[Strategy]:
+def _upsampling(call: Call) -> list[Strategy]:
     """Return the strategies of an upsampling sharded along a spatial dim."""
     windows = _upsampling_windows(call, call.shape("self"), call.result().shape)
-    return _strategies(call, windows, _forward, call.meta("self"), ["self"])
+    return _strategies(call, windows, _lower_forward, call.meta("self"), ["self"])
 
 
-def _upsampling_backward_rule(call: Call) -> list[Strategy]:
+def _upsampling_backward(call: Call) -> list[Strategy]:
     """Return the strategies of the backward of an upsampling sharded along a spatial dim."""
     windows = _upsampling_windows(call, tuple(call["input_size"]), call.shape("grad_output"))
     return _strategies(
-        call, windows, _upsampling_backward, call.result(), ["grad_output"], _GRADIENTS
+        call, windows, _lower_upsampling_backward, call.result(), ["grad_output"], _GRADIENTS
     )
 
 
-def _upsampling_backward(
+def _lower_upsampling_backward(
     window: _Window, build: Builder, node: Node, operands: Sequence[Ref]
 ) -> Values:
     """Pad the gradient by rows of other ranks, run the op, send gradients of halo rows back."""
@@ -485,13 +487,13 @@ def _upsampling_backward(
     return (_to_owners(build, read_gradient, window),)
 
 
-def _unfold_rule(call: Call) -> list[Strategy]:
+def _unfold(call: Call) -> list[Strategy]:
     """Return the strategy of unfold along its dim."""
     value, dim = call.meta("self"), call.dim("dimension", call.rank)
     if not value.shape:
         return []
     window = _Window(dim, value.shape[dim], call.result().shape[dim], call["size"], call["step"])
-    return _strategies(call, [window], _forward, value, ["self"])
+    return _strategies(call, [window], _lower_forward, value, ["self"])
 
 
 _NAMES = [
@@ -500,12 +502,10 @@ _NAMES = [
     for name in (f"upsample_nearest{space}d", f"upsample_{kind}{space}d")
 ]
 RULES: dict[str, Rule] = {
-    **table("avg_pool2d.default", _average_pool_rule),
-    **table("max_pool2d_with_indices.default", _max_pool_rule),
-    **table(
-        "avg_pool2d_backward.default max_pool2d_with_indices_backward.default", _pool_backward_rule
-    ),
-    **table(" ".join(f"{name}.default" for name in _NAMES), _upsampling_rule),
-    **table(" ".join(f"{name}_backward.default" for name in _NAMES), _upsampling_backward_rule),
-    **table("unfold.default unfold_copy.default", _unfold_rule),
+    **table("avg_pool2d.default", _average_pool),
+    **table("max_pool2d_with_indices.default", _max_pool),
+    **table("avg_pool2d_backward.default max_pool2d_with_indices_backward.default", _pool_backward),
+    **table(" ".join(f"{name}.default" for name in _NAMES), _upsampling),
+    **table(" ".join(f"{name}_backward.default" for name in _NAMES), _upsampling_backward),
+    **table("unfold.default unfold_copy.default", _unfold),
 }
