@@ -336,8 +336,8 @@ def _index_select(call: Call) -> Sequence[Strategy]:
     shape = call.shape("self")
     if not shape:
         return ()
-    dim = call.dim("dim", len(shape))
-    strategies = passing(call, without(len(shape), {dim}))
+    dim = call.dim()
+    strategies = passing(call, without(call.rank, {dim}))
     if shardable_dims(call.shape("index")):
         strategies.append(call.strategy(S(dim), index=S(0)))
     if shape[dim] > 1 and _is_summable(call):
@@ -359,7 +359,7 @@ def _gather(call: Call) -> Sequence[Strategy]:
     shape, index = call.shape("self"), call.shape("index")
     if not shape or not index:
         return ()
-    dim = call.dim("dim", len(shape))
+    dim = call.dim()
     equal = [d if d != dim and size == index[d] else None for d, size in enumerate(shape)]
     strategies = passing(call, equal, names=("self", "index"))
     if index[dim] > 1:
@@ -393,7 +393,7 @@ def _scatter(call: Call, added: bool) -> Sequence[Strategy]:
     shape, index = call.shape("self"), call.shape("index")
     if not shape or not index:
         return ()
-    dim = call.dim("dim", len(shape))
+    dim = call.dim()
     names = ["self", "index", *(["src"] if call.has("src") else [])]
     equal = [
         d if d != dim and all(call.shape(name)[d] == size for name in names) else None
@@ -440,8 +440,8 @@ def _index_add(call: Call) -> Sequence[Strategy]:
     shape = call.shape("self")
     if not shape:
         return ()
-    dim = call.dim("dim", len(shape))
-    strategies = passing(call, without(len(shape), {dim}), names=("self", "source"))
+    dim = call.dim()
+    strategies = passing(call, without(call.rank, {dim}), names=("self", "source"))
     if shardable_dims(call.shape("index")):
         strategies.append(call.strategy(P, self=P, index=S(0), source=S(dim)))
     strategies += [] if dim else put_strategies(call, "index", "source", added=True)

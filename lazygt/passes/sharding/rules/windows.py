@@ -167,12 +167,11 @@ def _dropped(build: Builder, node: Node, window: _Window) -> Rows:
     if not window.enlarges:
         return 0, 0
     start, stop = build.bounds(window.result_size)
-    first, last = _read_rows(build, window)
-    first, last = (
-        window.spanned((first, last))
-        if node.op == "aten.convolution.default"
-        else (first * window.stride, last * window.stride)
-    )
+    first, last = read = _read_rows(build, window)
+    if node.op == "aten.convolution.default":
+        first, last = window.spanned(read)
+    else:  # an upsampling makes the rows of the image rows that it gets, not of their neighbours
+        first, last = first * window.stride, last * window.stride
     return start - first, last - stop
 
 
@@ -181,7 +180,7 @@ def _changes(node: Node, window: _Window, shape: Sequence[int]) -> dict[str, Any
     args, space, changes = bound(node), window.dim - 2, dict[str, Any]()
     for name in ("padding", "output_padding") if args.get("transposed") else ("padding",):
         if name in args:
-            changes[name] = [*per_dim(args[name] or (0,), len(shape) - 2)]
+            changes[name] = [*_per_dim(args[name] or (0,), len(shape) - 2)]
             changes[name][space] = 0
     rows = shape[window.dim]
     sizes = ("input_size", window.dim, rows), ("output_size", space, rows * window.stride)
@@ -192,7 +191,7 @@ def _changes(node: Node, window: _Window, shape: Sequence[int]) -> dict[str, Any
     return changes
 
 
-def per_dim(values: Sequence[int], count: int) -> Sequence[int]:
+def _per_dim(values: Sequence[int], count: int) -> Sequence[int]:
     """Expand an argument to one number per spatial dim."""
     return values if len(values) == count else [values[0]] * count
 
@@ -256,7 +255,7 @@ def _reversed(build: Builder, value: Ref, exchange: RowExchange) -> Ref:
 def _convolution_windows(call: Call, result_shape: tuple[int, ...]) -> list[_Window]:
     """Return the window of a convolution per spatial dim."""
     shape, kernel = call.shape("input"), call.shape("weight")[2:]
-    arguments = [per_dim(call[name], len(kernel)) for name in ("stride", "padding", "dilation")]
+    arguments = [_per_dim(call[name], len(kernel)) for name in ("stride", "padding", "dilation")]
     enlarges = [call["transposed"]] * len(kernel)
     sizes = zip(shape[2:], result_shape[2:], kernel, *arguments, enlarges, strict=True)
     return [_Window(dim, *of_dim) for dim, of_dim in enumerate(sizes, 2)]
@@ -334,7 +333,9 @@ def _pool_windows(call: Call, result_shape: tuple[int, ...]) -> list[_Window]:
     kernel = call["kernel_size"]
     arguments = kernel, call["stride"] or kernel, call["padding"] or (0,), call.args.get("dilation")
     sizes = zip(
-        *(shape[2:], result_shape[2:]), *(per_dim(arg or (1,), 2) for arg in arguments), strict=True
+        *(shape[2:], result_shape[2:]),
+        *(_per_dim(arg or (1,), 2) for arg in arguments),
+        strict=True,
     )
     windows = [_Window(dim, *of_dim) for dim, of_dim in enumerate(sizes, 2)]
     if "count_include_pad" not in call.args:

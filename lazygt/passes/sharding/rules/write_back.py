@@ -45,7 +45,7 @@ from lazygt.passes.sharding.rules.strategy import (
 def _index_copy(call: Call) -> Sequence[Strategy]:
     """Return the strategy of index_copy along a sharded indexed dim."""
     shape = call.shape("self")
-    dim = call.dim("dim", len(shape))
+    dim = call.dim()
     if not shape or shape[dim] < 2:
         return ()
 
@@ -380,7 +380,7 @@ def _lower_unsharded(
 def _scatter(call: Call, removed: bool) -> Sequence[Strategy]:
     """Return the strategies of select_scatter (``removed``) or slice_scatter."""
     shape = call.shape("self")
-    dim = call.dim("dim", len(shape))
+    dim = call.dim()
     other_dims = [d for d in shardable_dims(shape) if d != dim]
     strategies = [
         call.strategy(S(d), self=S(d), src=S(d - (removed and d > dim))) for d in other_dims
