@@ -257,9 +257,9 @@ def singles(node: Node) -> list[Node]:
     form, nodes = FORMS[node.op], []
     for number in range(len(node.args[0])):
         args, kwargs = form.narrow(node.args, number)
-        one = slice(number, number + 1)
+        item = slice(number, number + 1)
         single = form.single, args, (*kwargs, *node.kwargs)
-        nodes.append(Node(*single, node.fresh[one], node.writes[one], node.written[one]))
+        nodes.append(Node(*single, node.fresh[item], node.writes[item], node.written[item]))
     return nodes
 
 
