@@ -121,7 +121,7 @@ _FAMILIES: tuple[Mapping[str, Rule], ...] = (
     reductions.RULES,
     slicing.RULES,
     table.RULES,
-    # strategies besides those of the table
+    # some of these are besides those of the table
     views.RULES,
     windows.RULES,
     write_back.RULES,

@@ -20,7 +20,6 @@ from lazygt.graph.placement import (
     Shard,
     StridedShard,
     group_sizes,
-    shard_bounds,
     side_by_side,
 )
 from lazygt.passes.sharding.lower.builder import Builder
@@ -153,10 +152,9 @@ def _sliced_in_blocks(call: Call, dim: int, bounds: tuple[int, int, int]) -> lis
     size, count, ranks = call.shape("self")[dim], len(range(first, last, step)), call.axis_size
     if count < 2:
         return []
-    slice_ranges = tuple([
-        tuple([(-(-(max(at, first) - first) // step)) for at in shard_bounds(size, ranks, rank)])
-        for rank in range(ranks)
-    ])  # fmt: skip
+    slice_ranges = [
+        [-(-(max(at, first) - first) // step) for at in block] for block in call.bounds(size)
+    ]
     owned_rows = tuple([((min(low, count), min(high, count)),) for low, high in slice_ranges])
     exchange = RowExchange(dim, owned_rows, blocks(count, ranks))
     if exchange.sent and call.result().nbytes <= _SMALL:

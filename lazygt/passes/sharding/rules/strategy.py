@@ -31,11 +31,9 @@ S = Shard
 Metas = Sequence[TensorMeta | None]
 Values = Sequence[Ref | None]
 #: Adds a node's local program; returns its results. ``operands`` are local, in order of refs().
-Lowering = Callable[["Builder", Node, Sequence[Ref]], Values]
-
-
+Lowering = Callable[[Builder, Node, Sequence[Ref]], Values]
 #: Adds the local program of a strategy.
-Program = Callable[["Builder", "Strategy", Node, Sequence[Ref]], Values]
+Program = Callable[[Builder, "Strategy", Node, Sequence[Ref]], Values]
 
 
 @dataclass(frozen=True, slots=True)
