@@ -23,7 +23,7 @@ from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import Node, ref
 from lazygt.graph.ops import facts
 from lazygt.passes.sharding.lower.builder import Builder
-from lazygt.passes.sharding.rules import DERIVED, rule_of, strategies_of
+from lazygt.passes.sharding.rules import DERIVED, rules_of, strategies_of
 from lazygt.passes.sharding.rules.strategy import shardable_dims
 
 #: Samples of an entry, and calls of an overload that are looked at until one is covered.
@@ -165,9 +165,9 @@ def coverage(entries: int | None = None) -> Coverage:
                 looked[op] += 1
                 covered[op] = call.is_covered
     having = sorted(op for op, is_covered in covered.items() if is_covered)
-    derived = tuple(op for op in having if rule_of(op) is DERIVED)
+    derived = tuple(op for op in having if DERIVED in rules_of(op))
     return Coverage(
-        tuple(op for op in having if rule_of(op) is not DERIVED),
+        tuple(op for op in having if DERIVED not in rules_of(op)),
         derived,
         tuple(sorted(op for op, is_covered in covered.items() if not is_covered)),
         stopped,

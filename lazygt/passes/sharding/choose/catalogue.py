@@ -22,7 +22,7 @@ from lazygt.graph.placement import Cut, Placement, Replicate, Shard, StridedShar
 from lazygt.machine import Machine, collective_seconds
 from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.marks import MARKS, PLACE, REDUCE_AS
-from lazygt.passes.sharding.rules import packed, views
+from lazygt.passes.sharding.rules import slicing, views
 from lazygt.passes.sharding.rules.strategy import Call, LocalLowering, Metas, Strategy
 
 # -- time of a node with a strategy ---------------------------------------------------------------
@@ -118,7 +118,7 @@ def seconds(cost: float) -> float:
 
 
 #: Ops that take a tensor apart along a dim, with the function that gives their strategy.
-_IN_PIECES = ((packed.TAKES_APART, packed.taken_apart), (packed.HALVES, packed.halves))
+_IN_PIECES = ((slicing.TAKES_APART, slicing.taken_apart), (slicing.HALVES, slicing.halves))
 
 
 def strided_strategies(
@@ -136,11 +136,12 @@ def strided_strategies(
         position: position of the operand.
         placement: of the operand.
     """
+    call = Call(node, metas, axis_size)
     if node.op in views.RESHAPES:
-        return _listed(views.view_strategy(Call(node, metas, axis_size), placement))
+        return _listed(views.view_strategy(call, placement))
     for ops, strategy_of in _IN_PIECES:
-        if node.op in ops and packed.cut_dim(node, metas, axis_size) == placement.dim:
-            return _listed(strategy_of(Call(node, metas, axis_size), placement))
+        if node.op in ops and slicing.cut_dim(call) == placement.dim:
+            return _listed(strategy_of(call, placement))
     tensors = [metas[number] for number in node.refs()]
     candidates = (
         strategy for strategy in strategies if strategy.inputs[position] == Shard(placement.dim)
@@ -297,9 +298,9 @@ class StrategyCatalogue:
     ) -> Strategy | None:
         """Return the strategy for an interleaved result of ``cat``, or of a slice's backward."""
         if wanted is not None:
-            return packed.put_among(Call(node, self._metas, self.axis_size), wanted)
-        if node.op == packed.CAT:
-            return packed.joined_as(Call(node, self._metas, self.axis_size), reached)
+            return slicing.put_among(Call(node, self._metas, self.axis_size), wanted)
+        if node.op == slicing.CAT:
+            return slicing.joined_as(Call(node, self._metas, self.axis_size), reached)
         return None
 
     def _entry(self, number: int, strategies: tuple[Strategy, ...]) -> StrategySet:

@@ -41,8 +41,9 @@ from lazygt.passes.sharding.marks import (
     reduce_as_node,
     sharding_of_mark,
 )
-from lazygt.passes.sharding.rules import packed, pointwise, views
+from lazygt.passes.sharding.rules import pointwise, slicing, views
 from lazygt.passes.sharding.rules.strategy import (
+    PARTIALS,
     Call,
     LocalLowering,
     Metas,
@@ -50,7 +51,6 @@ from lazygt.passes.sharding.rules.strategy import (
     Values,
     shardable_dims,
 )
-from lazygt.passes.sharding.rules.views import PARTIALS
 
 #: Ops with results that have their operand's elements, in new memory.
 COPIES = frozenset({"aten._to_copy.default", "aten.clone.default"})
@@ -245,8 +245,8 @@ def _lower_place(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
 # solver compares the redistribution of the weight with that of activations.
 
 _PICKS = frozenset({"aten.unbind.int", "aten.unbind_copy.int", "aten.select.int"})
-_SPLITS = packed.TAKES_APART | _PICKS | {"aten.glu.default"}
-_SEED_OPS = _SPLITS | packed.PUTS_AMONG
+_SPLITS = slicing.TAKES_APART | _PICKS | {"aten.glu.default"}
+_SEED_OPS = _SPLITS | slicing.PUTS_AMONG
 
 
 class Seeds(NamedTuple):
@@ -324,7 +324,7 @@ class _SplitValues:
         if node.op in _PICKS:
             self.picked.add((value, dim))
             return
-        borders = packed.borders(call, dim)
+        borders = slicing.borders(call, dim)
         if any(stop - start == 1 for start, stop in pairwise(borders)):
             self.picked.add((value, dim))
         else:
@@ -436,7 +436,7 @@ def _embedded_gradients(
     embedded = []
     for node_number, node in nodes:
         call = Call(node, metas, axis_size)
-        if node.op in packed.PUTS_AMONG and type(call["start"]) is type(call["end"]) is int:
+        if node.op in slicing.PUTS_AMONG and type(call["start"]) is type(call["end"]) is int:
             shape = tuple(call["input_sizes"])
             dim = call.dim("dim", len(shape))
             first, last, _ = slice(call["start"], call["end"]).indices(shape[dim])

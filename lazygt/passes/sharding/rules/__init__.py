@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -14,19 +14,16 @@ from lazygt.passes.sharding.rules import (
     embedding,
     indexing,
     internal,
-    minmax,
     pointwise,
-    rearrange,
     reductions,
     slicing,
-    spatial,
     table,
-    upsample,
     views,
+    windows,
     write_back,
 )
 from lazygt.passes.sharding.rules.decompose import is_composite
-from lazygt.passes.sharding.rules.strategy import Collective, Metas, R, Rule, Strategy
+from lazygt.passes.sharding.rules.strategy import Call, Collective, Metas, R, Rule, Strategy
 
 __all__ = [
     "DERIVED",
@@ -36,7 +33,7 @@ __all__ = [
     "Rule",
     "Strategy",
     "has_rule",
-    "rule_of",
+    "rules_of",
     "strategies_of",
 ]
 
@@ -48,10 +45,11 @@ def strategies_of(node: Node, metas: Metas, axis_size: int) -> tuple[Strategy, .
         metas: the meta of every value of the node's graph, by number.
     """
     replicated = Strategy((R,) * len(node.refs()), (R,) * len(node.results))
-    rule = None if node.op == FUSED or node.dynamic else rule_of(node.op)
     strategies = {_placement_key(replicated): replicated}
-    dtypes = _tensor_dtypes(node, metas) if rule else ()
-    for strategy in _rule_strategies(rule, node, metas, axis_size) if rule else ():
+    rules = () if node.op == FUSED or node.dynamic else rules_of(node.op)
+    call = Call(node, metas, axis_size)
+    dtypes = _tensor_dtypes(call) if rules else ()
+    for strategy in _rule_strategies(rules, call):
         if not _reducible(strategy, dtypes):
             continue
         existing = strategies.get(_placement_key(strategy))
@@ -71,15 +69,15 @@ def _placement_key(strategy: Strategy) -> tuple[object, ...]:
     return strategy.inputs, strategy.outputs, collectives
 
 
-def _rule_strategies(rule: Rule, node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-    """Return the strategies of a rule; if there are none, those derived by decomposition."""
-    strategies = rule(node, metas, axis_size)
-    return strategies if strategies or rule is DERIVED else DERIVED(node, metas, axis_size)
+def _rule_strategies(rules: Sequence[Rule], call: Call) -> Sequence[Strategy]:
+    """Return the strategies of all rules; if there are none, those derived by decomposition."""
+    strategies = [strategy for rule in rules for strategy in rule(call)]
+    return strategies if strategies or not rules or DERIVED in rules else DERIVED(call)
 
 
-def _tensor_dtypes(node: Node, metas: Metas) -> tuple[torch.dtype | None, ...]:
+def _tensor_dtypes(call: Call) -> tuple[torch.dtype | None, ...]:
     """Return the dtypes of the operands and results; None for undefined tensors."""
-    tensors = [*(metas[number] for number in node.refs()), *node.results]
+    tensors = [*(call.metas[number] for number in call.node.refs()), *call.node.results]
     return tuple([meta.dtype if meta is not None else None for meta in tensors])
 
 
@@ -98,37 +96,38 @@ def _reducible(strategy: Strategy, dtypes: tuple[torch.dtype | None, ...]) -> bo
 
 def has_rule(op: str) -> bool:
     """Return whether an op may have strategies besides the replicated one."""
-    return rule_of(op) is not None
+    return bool(rules_of(op))
 
 
-def rule_of(op: str) -> Rule | None:
-    """Return the rule of an op: a written rule, the pointwise rule, or ``DERIVED``."""
-    rule = RULES.get(op)
-    if rule is None and pointwise.is_pointwise(op):
-        return pointwise.pointwise_strategies
-    return DERIVED if rule is None and is_composite(op) else rule
+def rules_of(op: str) -> tuple[Rule, ...]:
+    """Return the rules of an op: the written ones, the pointwise rule, or ``DERIVED``."""
+    if op in RULES:
+        return RULES[op]
+    if pointwise.is_pointwise(op):
+        return (pointwise.pointwise_strategies,)
+    return (DERIVED,) if is_composite(op) else ()
 
 
 #: Rule of composite ops, by their decomposition.
 DERIVED = derived.rule(strategies_of)
 
-_FAMILIES = (
-    embedding,
-    minmax,
-    indexing,
-    internal,
-    block_arguments,
-    rearrange,
-    pointwise,
-    reductions,
-    slicing,
-    table,
-    spatial,  # adds strategies to some ops of the table
-    upsample,
-    views,
-    write_back,
+_FAMILIES: tuple[Mapping[str, Rule], ...] = (
+    block_arguments.RULES,
+    block_arguments.batch_norm_rules(DERIVED),
+    embedding.RULES,
+    indexing.RULES,
+    internal.RULES,
+    pointwise.RULES,
+    reductions.RULES,
+    slicing.RULES,
+    table.RULES,
+    # some of these are besides those of the table
+    views.RULES,
+    windows.RULES,
+    write_back.RULES,
 )
-RULES: dict[str, Rule] = {
-    **{op: rule for family in _FAMILIES for op, rule in family.RULES.items()},
-    **block_arguments.batch_norm_rules(DERIVED),
-}
+#: Written rules of each op. An op in several families has the strategies of all of them.
+RULES: dict[str, tuple[Rule, ...]] = {}
+for _family in _FAMILIES:
+    for _op, _rule in _family.items():
+        RULES[_op] = (*RULES.get(_op, ()), _rule)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lazygt.graph.node import Node, Ref
 from lazygt.graph.placement import Placement
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules import ring
 from lazygt.passes.sharding.rules.attention_blocks import (
     HEADS,
@@ -40,19 +41,15 @@ from lazygt.passes.sharding.rules.attention_blocks import (
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Collective,
-    Lowering,
-    Metas,
     P,
     R,
     Rule,
     S,
     Strategy,
     Values,
+    pad,
     zeros_when_empty,
 )
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
 #: Keys and values of at most this many bytes may be replicated on every rank.
 _REPLICABLE_BYTES = 256 << 10
@@ -70,24 +67,19 @@ class _KeyRange(NamedTuple):
 
 def with_length_strategies(rules: Mapping[str, Rule], backward: bool = False) -> Mapping[str, Rule]:
     """Extend attention rules by the strategies with queries or keys sharded along the length."""
-    return {op: _with_length_strategies(rule, backward) for op, rule in rules.items()}
+    return {op: partial(_with_length_strategies, rule, backward) for op, rule in rules.items()}
 
 
-def _with_length_strategies(rule: Rule, backward: bool) -> Rule:
-    """Extend one attention rule by the strategies along the length."""
-
-    def length_rule(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
-        batch_or_heads = list(rule(node, metas, axis_size))
-        if has_dropout(call):
-            return batch_or_heads
-        ring_strategies = _ring_strategies(call, backward)
-        strategies = [*batch_or_heads, *_query_sharded(call, backward)]
-        if ring_strategies or not _may_beat_head_sharding(call):
-            strategies = [_require_replicated_keys(call, strategy) for strategy in strategies]
-        return [*strategies, *_key_sharded(call, backward), *ring_strategies]
-
-    return length_rule
+def _with_length_strategies(rule: Rule, backward: bool, call: Call) -> Sequence[Strategy]:
+    """Return the strategies of a rule, and those along the length."""
+    batch_or_heads = rule(call)
+    if has_dropout(call):
+        return batch_or_heads
+    ring_strategies = _ring_strategies(call, backward)
+    strategies = [*batch_or_heads, *_query_sharded(call, backward)]
+    if ring_strategies or not _may_beat_head_sharding(call):
+        strategies = [_require_replicated_keys(call, strategy) for strategy in strategies]
+    return [*strategies, *_key_sharded(call, backward), *ring_strategies]
 
 
 def _require_replicated_keys(call: Call, strategy: Strategy) -> Strategy:
@@ -123,10 +115,13 @@ def _query_sharded(call: Call, backward: bool) -> list[Strategy]:
     queries, keys = call.shape("query")[LENGTH], call.shape("key")[LENGTH]
     if not (call["is_causal"] and _can_shard_queries(call)):
         return []
-    lower = _lower_backward(queries, keys) if backward else _lower_forward(queries, keys)
-    strategy = call.strategy(_result_placements(call, backward, P), **_query_placements(call)).by(
-        lower
+    lower = (
+        partial(_lower_backward, queries, keys)
+        if backward
+        else partial(_lower_forward, queries, keys)
     )
+    outputs = _result_placements(call, backward, P)
+    strategy = call.strategy(outputs, **_query_placements(call)).by(lower)
     if _exceed_replicable(call) and queries == keys:
         share = schedule(queries, keys, call.axis_size, causal=True, balanced=False).share
         strategy = replace(strategy, share=share)
@@ -186,63 +181,50 @@ def _sliced_keys(
     }
 
 
-def _lower_forward(queries: int, keys: int) -> Lowering:
-    """Return the lowering of a forward with sharded queries: one kernel per key range, merged."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        results = [
-            run_attention(
-                build,
-                node,
-                operands,
-                key_range.causal,
-                **_sliced_keys(build, node, operands, key_range),
-            )
-            for key_range in _key_ranges(build, queries, keys)
-        ]
-        partial_result = reduce(
-            lambda a, b: merge(build, a, b), [partial_result for partial_result, _ in results]
-        )
-        return results_of(build, node, partial_result, results[0][1])
-
-    return lower
+def _lower_forward(
+    queries: int, keys: int, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run a forward with sharded queries: one kernel per key range, merged."""
+    results = []
+    for key_range in _key_ranges(build, queries, keys):
+        sliced = _sliced_keys(build, node, operands, key_range)
+        results.append(run_attention(build, node, operands, key_range.causal, **sliced))
+    partial_result = reduce(
+        lambda a, b: merge(build, a, b), [partial_result for partial_result, _ in results]
+    )
+    return results_of(build, node, partial_result, results[0][1])
 
 
-def _lower_backward(queries: int, keys: int) -> Lowering:
-    """Return the lowering of a backward with sharded queries.
+def _lower_backward(
+    queries: int, keys: int, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run a backward with sharded queries.
 
     Each key range gives the gradients of its keys and values, and a summand of the gradient of the
     queries.
     """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        query_gradients: list[Ref] = []
-        key_value_gradients: tuple[list[Ref], list[Ref]] = ([], [])
-        for key_range in _key_ranges(build, queries, keys):
-            sliced = _sliced_keys(build, node, operands, key_range)
-            query, *key_value = run_backward(build, node, operands, key_range.causal, **sliced)[:3]
-            assert query is not None
-            query_gradients.append(query)
-            for collected, gradient in zip(key_value_gradients, key_value, strict=True):
-                assert gradient is not None
-                collected.append(gradient)
-        last = _key_ranges(build, queries, keys)[-1].last
-        return (
-            reduce(lambda a, b: build.op("aten.add.Tensor", a, b), query_gradients),
-            *[_padded_gradient(build, collected, keys - last) for collected in key_value_gradients],
-            *[None] * (len(node.results) - 3),
-        )
-
-    return lower
+    query_gradients: list[Ref] = []
+    key_value_gradients: tuple[list[Ref], list[Ref]] = ([], [])
+    for key_range in _key_ranges(build, queries, keys):
+        sliced = _sliced_keys(build, node, operands, key_range)
+        query, *key_value = run_backward(build, node, operands, key_range.causal, **sliced)[:3]
+        assert query is not None
+        query_gradients.append(query)
+        for collected, gradient in zip(key_value_gradients, key_value, strict=True):
+            assert gradient is not None
+            collected.append(gradient)
+    last = _key_ranges(build, queries, keys)[-1].last
+    return (
+        reduce(lambda a, b: build.op("aten.add.Tensor", a, b), query_gradients),
+        *[_padded_gradient(build, collected, keys - last) for collected in key_value_gradients],
+        *[None] * (len(node.results) - 3),
+    )
 
 
 def _padded_gradient(build: Builder, gradients: Sequence[Ref], unseen: int) -> Ref:
     """Join the gradients of the attended keys; append zeros for the ``unseen`` keys."""
     joined = build.joined(gradients, LENGTH)
-    if not unseen:
-        return joined
-    padded: Ref = build.op("aten.constant_pad_nd.default", joined, (0, 0, 0, unseen), 0)
-    return padded
+    return pad(build, joined, LENGTH, 0, unseen) if unseen else joined
 
 
 # -- queries and keys sharded: ring attention ------------------------------------------------------
@@ -253,11 +235,8 @@ def _ring_strategies(call: Call, backward: bool) -> list[Strategy]:
 
     With a causal mask there are two: one balances the work of the ranks, one sends the least.
     """
-    queries, keys, causal = (
-        call.shape("query")[LENGTH],
-        call.shape("key")[LENGTH],
-        call["is_causal"],
-    )
+    queries, keys = (call.shape(name)[LENGTH] for name in ("query", "key"))
+    causal = call["is_causal"]
     if min(queries, keys) < 2 or (causal and queries != keys):
         return []
     if not (_can_shard_queries(call) and _exceed_replicable(call)):
@@ -268,7 +247,7 @@ def _ring_strategies(call: Call, backward: bool) -> list[Strategy]:
     strategies = []
     for balanced in (True, False) if causal else (False,):
         plan = schedule(queries, keys, call.axis_size, causal, balanced)
-        lowered = strategy.by(program(plan), ring.comm(call, plan, backward))
+        lowered = strategy.by(partial(program, plan), ring.comm(call, plan, backward))
         strategies.append(replace(lowered, share=plan.share, overlapped_turns=len(plan.turns)))
     return strategies
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.graph.placement import block_size
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules.strategy import Call, R, Values, zeros
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- schedule of a ring attention: the query and key blocks of each rank in each turn --------------
 

@@ -1,28 +1,26 @@
 """Ops that need other arguments on blocks: convolutions, recurrent layers, cuDNN batch norm.
 
 - Convolutions are sharded by samples, output channels, input channels, groups, or along a spatial
-  dim (``spatial``). The kernels reject blocks without channels; a rank with one returns zeros.
+  dim (``windows``). The kernels reject blocks without channels; a rank with one returns zeros.
 - Recurrent layers are sharded by samples. The workspace that a forward saves for the backward is
   valid for the same samples only. A sharded forward therefore returns an empty workspace with
-  placement S(0), and every backward that may get this workspace recomputes the forward.
+  placement S(0), and every backward recomputes the workspace by another forward.
 - cuDNN batch norm uses the strategies of ``native_batch_norm``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from lazygt.graph.node import Node, Ref
+from lazygt.graph.node import Arg, Node, Ref
 from lazygt.graph.placement import Placement
-from lazygt.passes.sharding.lower.builder import bound
-from lazygt.passes.sharding.rules import spatial, upsample
+from lazygt.passes.sharding.lower.builder import Builder, bound, schema
+from lazygt.passes.sharding.rules import windows
 from lazygt.passes.sharding.rules.strategy import (
     Call,
-    Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -34,84 +32,6 @@ from lazygt.passes.sharding.rules.strategy import (
     zeros,
     zeros_when_empty,
 )
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
-
-# -- cuDNN's recurrent layers, sharded by samples --------------------------------------------------
-# The reserve that a forward saves for the backward is valid for the same samples only. A sharded
-# forward returns an empty reserve with placement S(0), and every backward recomputes the reserve by
-# another forward.
-
-_FORWARD = "aten._cudnn_rnn.default"
-_SEQUENCES = ("input", "output", "grad_output")
-_CUDNN_STATES = ("hx", "cx", "grad_hy", "grad_cy")
-#: The forward's arguments after ``cx``.
-_SETTINGS = ("mode", "hidden_size", "proj_size", "num_layers", "batch_first", "dropout", "train",
-             "bidirectional", "batch_sizes", "dropout_state")  # fmt: skip
-
-
-def _cudnn_samples_dim(call: Call) -> int:
-    """Return the samples dim of cuDNN sequences; in states it is dim 1."""
-    return 0 if call["batch_first"] else 1
-
-
-def _cudnn_has_samples(call: Call) -> bool:
-    """Return whether sequences have a dim of samples to split.
-
-    Sequences of several lengths are packed together, without one.
-    """
-    return not call["batch_sizes"] and call.shape("input")[_cudnn_samples_dim(call)] > 1
-
-
-def _cudnn_placements(call: Call) -> dict[str, Placement]:
-    """Return the placements of states and sequences sharded by samples."""
-    placements: dict[str, Placement] = {name: S(1) for name in _CUDNN_STATES if call.has(name)}
-    placements.update({name: S(_cudnn_samples_dim(call)) for name in _SEQUENCES if call.has(name)})
-    return placements
-
-
-def _cudnn_recurrent(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-    """Return the strategy of ``_cudnn_rnn`` sharded by samples."""
-    call = Call(node, metas, axis_size)
-    if not _cudnn_has_samples(call):
-        return ()
-    cy = S(1) if call.has("cx") else R
-    strategy = call.strategy(
-        (S(_cudnn_samples_dim(call)), S(1), cy, S(0), R), **_cudnn_placements(call)
-    )
-    reserve = call.result(3)
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        out, hy, cy, _, packed = build.rerun(node, operands)
-        return out, hy, cy, zeros(build, reserve, R), packed
-
-    return [zeros_when_empty(call, strategy.by(lower))]
-
-
-def _cudnn_recurrent_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-    """Return the strategies of ``_cudnn_rnn_backward``: replicated, or sharded by samples."""
-    call = Call(node, metas, axis_size)
-    replicated = [call.strategy(R), call.strategy(R, reserve=S(0))]
-    strategies = [strategy.by(_with_recomputed_reserve) for strategy in replicated]
-    if _cudnn_has_samples(call):
-        weights = len(node.results) - 3
-        outputs: list[Placement] = [S(_cudnn_samples_dim(call)), S(1), S(1), *[P] * weights]
-        by_samples = call.strategy(outputs, **_cudnn_placements(call)).by(_with_recomputed_reserve)
-        lower = zeros_when_empty(call, by_samples).lower  # the reserve is empty on every rank
-        strategies.append(call.strategy(outputs, reserve=S(0), **_cudnn_placements(call)).by(lower))
-    return strategies
-
-
-def _with_recomputed_reserve(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-    """Run the backward with a reserve from another forward on the same operands."""
-    args = build.bind(node, operands)
-    *_, reserve, packed = build.op(
-        _FORWARD, args["input"], args["weight"], args["weight_stride0"], None, args["hx"],
-        args["cx"], *(args[name] for name in _SETTINGS)
-    )  # fmt: skip
-    return build.rerun(node, operands, reserve=reserve, weight_buf=packed)
-
 
 # -- convolutions ----------------------------------------------------------------------------------
 
@@ -126,36 +46,26 @@ def _is_batched(call: Call) -> bool:
     return len(call.shape("input")) == len(call.shape("weight"))
 
 
-def _convolution(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _convolution(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a convolution: by samples, channels, groups, rows, or partial."""
-    call = Call(node, metas, axis_size)
     if not _is_batched(call):
         return ()
     output_dim, input_dim = _weight_dims(call)
-    samples, input_channels, output_channels = (
-        call.shape("input")[0],
-        call.shape("input")[1],
-        call.result().shape[1],
-    )
-    bias = call.has("bias")
+    (samples, input_channels), groups = call.shape("input")[:2], call["groups"]
+    bias: dict[str, Placement] = {"bias": S(0)} if call.has("bias") else {}
     strategies = [call.strategy(S(0), input=S(0))] if samples > 1 else []
     by_input_channels: list[Strategy] = []
-    if call["groups"] == 1 and output_channels > 1:
-        strategies.append(
-            call.strategy(S(1), weight=S(output_dim), **({"bias": S(0)} if bias else {}))
-        )
-    if call["groups"] == 1 and input_channels > 1:
+    if groups == 1 and call.result().shape[1] > 1:
+        strategies.append(call.strategy(S(1), weight=S(output_dim), **bias))
+    if groups == 1 and input_channels > 1:
         by_input_channels.append(_by_input_channels(call, input_dim))
-    if call["groups"] > 1 and call["groups"] % axis_size == 0:
-        bias_placement: dict[str, Placement] = {"bias": S(0)} if bias else {}
-        strategies.append(
-            call.strategy(S(1), input=S(1), weight=S(0), **bias_placement).by(_local_groups)
-        )
+    if groups > 1 and groups % call.axis_size == 0:
+        by_groups = call.strategy(S(1), input=S(1), weight=S(0), **bias)
+        strategies.append(by_groups.by(_local_groups))
     return [
         *(zeros_when_empty(call, strategy) for strategy in strategies),
         *by_input_channels,
-        *spatial.by_rows(call),
-        *upsample.by_rows(call),
+        *windows.convolution(call),
         *_partial_strategies(call),
     ]
 
@@ -196,9 +106,8 @@ def _local_groups(build: Builder, node: Node, operands: Sequence[Ref]) -> Values
     return build.rerun(node, operands, groups=groups // build.parts)
 
 
-def _convolution_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _convolution_backward(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a convolution's backward; see ``_convolution``."""
-    call = Call(node, metas, axis_size)
     if not _is_batched(call):
         return ()
     output_dim, input_dim = _weight_dims(call)
@@ -210,14 +119,14 @@ def _convolution_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[
         strategies.append(call.strategy((S(0), P, P), grad_output=S(0), input=S(0)))
     if groups == 1 and output_channels > 1:
         strategy = call.strategy((P, S(output_dim), S(0)), grad_output=S(1), weight=S(output_dim))
-        strategies.append(strategy.by(_local_bias_sizes(output_channels)))
+        strategies.append(strategy.by(partial(_lower_local_channels, output_channels)))
     if groups == 1 and input_channels > 1:
         by_input_channels.append(_backward_by_input_channels(call, input_dim))
-    if groups > 1 and groups % axis_size == 0:
+    if groups > 1 and groups % call.axis_size == 0:
         strategy = call.strategy((S(1), S(0), S(0)), grad_output=S(1), input=S(1), weight=S(0))
-        strategies.append(strategy.by(_local_groups_backward(output_channels)))
+        strategies.append(strategy.by(partial(_lower_local_channels, output_channels)))
     padded = [zeros_when_empty(call, strategy) for strategy in strategies]
-    by_rows = [*spatial.backward_by_rows(call), *upsample.backward_by_rows(call)]
+    by_rows = windows.convolution_backward(call)
     return [*padded, *by_input_channels, *by_rows, call.strategy(P, grad_output=P)]
 
 
@@ -230,7 +139,11 @@ def _backward_by_input_channels(call: Call, input_dim: int) -> Strategy:
     strategy = call.strategy((S(1), S(input_dim), R), input=S(1), weight=S(input_dim))
     output_mask = tuple(call["output_mask"])
     dims = tuple(d for d in range(len(call.shape("grad_output"))) if d != 1)
-    without_bias = zeros_when_empty(call, strategy.by(_without_bias(output_mask)))
+    mask = (*output_mask[:2], False)
+    without_bias = zeros_when_empty(
+        call,
+        strategy.by(lambda build, node, operands: build.rerun(node, operands, output_mask=mask)),
+    )
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
         gradients = [*lower_strategy(build, without_bias, node, operands)]
@@ -242,110 +155,115 @@ def _backward_by_input_channels(call: Call, input_dim: int) -> Strategy:
     return strategy.by(lower)
 
 
-def _without_bias(output_mask: tuple[bool, ...]) -> Lowering:
-    """Return the lowering of a backward without the gradient of the bias."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        return build.rerun(node, operands, output_mask=(*output_mask[:2], False))
-
-    return lower
-
-
-def _local_bias_sizes(output_channels: int) -> Lowering:
-    """Return the lowering of a backward with the local size of the bias."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        bias_sizes = build.bind(node, operands)["bias_sizes"]
-        local_sizes = None if bias_sizes is None else (build.block(output_channels),)
-        return build.rerun(node, operands, bias_sizes=local_sizes)
-
-    return lower
-
-
-def _local_groups_backward(output_channels: int) -> Lowering:
-    """Return the lowering of a backward with the local number of groups and bias size."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        local_sizes = None if args["bias_sizes"] is None else (build.block(output_channels),)
-        return build.rerun(
-            node, operands, groups=args["groups"] // build.parts, bias_sizes=local_sizes
-        )
-
-    return lower
-
-
-# -- CPU recurrent layers, sharded by samples -----------------------------------------------------
-
-_RECURRENT = "aten.mkldnn_rnn_layer.default"
-_STATES = ("hx_", "cx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy")
-
-
-def _samples_dim(call: Call) -> int:
-    """Return the samples dim of CPU sequences; in states it is dim 0."""
-    return 0 if call["batch_first"] else 1
-
-
-def _recurrent_placements(call: Call) -> dict[str, Placement]:
-    """Return the placements of states and sequences sharded by samples."""
-    placements: dict[str, Placement] = {name: S(0) for name in _STATES if call.has(name)}
-    placements.update({name: S(_samples_dim(call)) for name in _SEQUENCES if call.has(name)})
-    return placements
-
-
-def _has_samples(call: Call) -> bool:
-    """Return whether sequences have a dim of samples to split.
-
-    Sequences of several lengths are packed together, without one.
-    """
-    return not call["batch_sizes"] and call.shape("input")[_samples_dim(call)] > 1
-
-
-def _recurrent(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-    """Return the strategy of ``mkldnn_rnn_layer`` sharded by samples."""
-    call = Call(node, metas, axis_size)
-    if not _has_samples(call):
-        return ()
-    strategy = call.strategy(
-        (S(_samples_dim(call)), S(0), S(0), S(0)), **_recurrent_placements(call)
+def _lower_local_channels(
+    channels: int, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run a backward with the local numbers of groups and of channels."""
+    args = build.bind(node, operands)
+    changes: dict[str, Arg] = (
+        {"groups": args["groups"] // build.parts} if args["groups"] > 1 else {}
     )
+    if args["bias_sizes"] is not None:
+        changes["bias_sizes"] = (build.block(channels),)
+    return build.rerun(node, operands, **changes)
+
+
+# -- recurrent layers, sharded by samples ----------------------------------------------------------
+
+_SEQUENCES = ("input", "output", "grad_output")
+
+
+class _Layers(NamedTuple):
+    """Recurrent layers of one library."""
+
+    forward: str  # op
+    states: tuple[str, ...]  # arguments with states, the forward's first
+    states_dim: int  # dim of the samples in states
+    #: arguments of the backward with the forward's results from the workspace on
+    saved: tuple[str, ...]
+    #: function of the backward's arguments to those of the forward that differ
+    forward_arguments: Callable[[dict[str, Arg]], dict[str, Arg]]
+    weights_last: bool  # whether the gradients of weights come after those of states
+
+    def samples_dim(self, call: Call) -> int:
+        """Return the dim of the samples in sequences."""
+        return 0 if call["batch_first"] else 1
+
+    def placements(self, call: Call) -> dict[str, Placement]:
+        """Return the placements of states and sequences sharded by samples.
+
+        Empty if there are no samples to split: sequences of several lengths are packed together.
+        """
+        samples = self.samples_dim(call)
+        if call["batch_sizes"] or call.shape("input")[samples] < 2:
+            return {}
+        states = {name: S(self.states_dim) for name in self.states if call.has(name)}
+        return {**states, **{name: S(samples) for name in _SEQUENCES if call.has(name)}}
+
+
+_CUDNN = _Layers(
+    "aten._cudnn_rnn.default",
+    states=("hx", "cx", "grad_hy", "grad_cy"),
+    states_dim=1,
+    saved=("reserve", "weight_buf"),
+    forward_arguments=lambda args: {"weight_buf": None},
+    weights_last=True,
+)
+_CPU = _Layers(
+    "aten.mkldnn_rnn_layer.default",
+    states=("hx_", "cx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy"),
+    states_dim=0,
+    saved=("workspace",),
+    forward_arguments=lambda args: {
+        **{f"weight{number}": args[f"weight{number + 1}"] for number in range(4)},
+        "cx_": args["cx_tmp"],
+        "train": True,
+    },
+    weights_last=False,
+)
+
+
+def _recurrent(layers: _Layers, call: Call) -> Sequence[Strategy]:
+    """Return the strategy of a recurrent layer sharded by samples."""
+    placements, states = layers.placements(call), S(layers.states_dim)
+    if not placements:
+        return ()
+    cell = states if call.has(layers.states[1]) else R
+    outputs = (S(layers.samples_dim(call)), states, cell, S(0), R)[: len(call.node.results)]
     workspace = call.result(3)
 
     def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        results = build.rerun(node, operands)
-        return (*results[:3], zeros(build, workspace, R))
+        out, hidden, cell, _, *rest = build.rerun(node, operands)
+        return out, hidden, cell, zeros(build, workspace, R), *rest
 
-    return [zeros_when_empty(call, strategy.by(lower))]
+    return [zeros_when_empty(call, call.strategy(outputs, **placements).by(lower))]
 
 
-def _recurrent_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-    """Return the strategies of its backward: replicated, or sharded by samples."""
-    call = Call(node, metas, axis_size)
-    replicated = [call.strategy(R), call.strategy(R, workspace=S(0))]
-    strategies = [strategy.by(_with_recomputed_workspace) for strategy in replicated]
-    if _has_samples(call):
-        outputs = (S(_samples_dim(call)), P, P, P, P, S(0), S(0))
-        by_samples = call.strategy(outputs, **_recurrent_placements(call)).by(
-            _with_recomputed_workspace
-        )
-        lower = zeros_when_empty(call, by_samples).lower  # the workspace is empty on every rank
-        strategies.append(
-            call.strategy(outputs, workspace=S(0), **_recurrent_placements(call)).by(lower)
-        )
+def _recurrent_backward(layers: _Layers, call: Call) -> Sequence[Strategy]:
+    """Return the strategies of a recurrent backward: replicated, or sharded by samples."""
+    lower, workspace = partial(_with_recomputed_workspace, layers), layers.saved[0]
+    strategies = [call.strategy(R).by(lower), call.strategy(R, **{workspace: S(0)}).by(lower)]
+    placements = layers.placements(call)
+    if placements:
+        states: list[Placement] = [S(layers.states_dim)] * 2
+        weights: list[Placement] = [P] * (len(call.node.results) - 3)
+        gradients = [*states, *weights] if layers.weights_last else [*weights, *states]
+        outputs: list[Placement] = [S(layers.samples_dim(call)), *gradients]
+        by_samples = zeros_when_empty(call, call.strategy(outputs, **placements).by(lower))
+        # the workspace is empty on every rank
+        sharded = call.strategy(outputs, **{workspace: S(0)}, **placements)
+        strategies.append(sharded.by(by_samples.lower))
     return strategies
 
 
-def _with_recomputed_workspace(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+def _with_recomputed_workspace(
+    layers: _Layers, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
     """Run the backward with a workspace from another forward on the same operands."""
     args = build.bind(node, operands)
-    weights = [args[f"weight{number}"] for number in range(1, 5)]
-    names = ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers", "has_biases",
-             "bidirectional", "batch_first")  # fmt: skip
-    settings = [args[name] for name in names]
-    *_, workspace = build.op(
-        _RECURRENT, args["input"], *weights, args["hx_"], args["cx_tmp"], *settings, True
-    )
-    return build.rerun(node, operands, workspace=workspace)
+    args |= layers.forward_arguments(args)
+    results = build.op(layers.forward, *(args[name] for name, _, _ in schema(layers.forward)))
+    return build.rerun(node, operands, **dict(zip(layers.saved, results[3:], strict=True)))
 
 
 # -- cuDNN batch norm ------------------------------------------------------------------------------
@@ -358,35 +276,30 @@ def batch_norm_rules(native: Rule) -> dict[str, Rule]:
         native: rule of ``native_batch_norm`` and its backward.
     """
     return {
-        "aten.cudnn_batch_norm.default": partial(_cudnn_batch_norm, native),
-        "aten.cudnn_batch_norm_backward.default": partial(_cudnn_batch_norm_backward, native),
+        "aten.cudnn_batch_norm.default": partial(_batch_norm, native),
+        "aten.cudnn_batch_norm_backward.default": partial(_batch_norm_backward, native),
     }
 
 
-def _cudnn_batch_norm(rule: Rule, node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _batch_norm(rule: Rule, call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``native_batch_norm``, which computes the same.
 
     The native op has no reserve. An empty reserve with placement S(0) is returned instead, so that
     only strategies of the backward that ignore the reserve accept it.
     """
-    reserve = node.fresh[3]
-    assert reserve is not None, f"{node.op}: no reserve"
+    reserve = call.result(3)
 
-    def lowered(strategy: Strategy) -> Lowering:
-        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-            results = lower_strategy(build, strategy, _native_batch_norm(node), operands)
-            return (*results[:3], zeros(build, reserve, R), *results[3:])
-
-        return lower
+    def lower(strategy: Strategy, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        results = lower_strategy(build, strategy, _native_batch_norm(node), operands)
+        return *results[:3], zeros(build, reserve, R), *results[3:]
 
     return [
-        Strategy(
-            strategy.inputs,
-            (*strategy.outputs[:3], S(0), *strategy.outputs[3:]),
-            lowered(strategy),
-            strategy.comm,
+        replace(
+            strategy,
+            outputs=(*strategy.outputs[:3], S(0), *strategy.outputs[3:]),
+            lower=partial(lower, strategy),
         )
-        for strategy in rule(_native_batch_norm(node), metas, axis_size)
+        for strategy in rule(Call(_native_batch_norm(call.node), call.metas, call.axis_size))
     ]
 
 
@@ -395,52 +308,47 @@ def _native_batch_norm(node: Node) -> Node:
     return replace(node, op="aten.native_batch_norm.default", fresh=node.fresh[:3])
 
 
-def _cudnn_batch_norm_backward(
-    rule: Rule, node: Node, metas: Metas, axis_size: int
-) -> Sequence[Strategy]:
+def _batch_norm_backward(rule: Rule, call: Call) -> Sequence[Strategy]:
     """Return the strategies of the native backward; the reserve is ignored in all of them."""
 
-    def lowered(strategy: Strategy) -> Lowering:
-        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-            value, gradient, *rest = operands[:-1]
-            return lower_strategy(
-                build, strategy, _native_batch_norm_backward(node), [gradient, value, *rest]
-            )
+    def lower(strategy: Strategy, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        value, gradient, *rest = operands[:-1]
+        native = _native_batch_norm_backward(node)
+        return lower_strategy(build, strategy, native, [gradient, value, *rest])
 
-        return lower
-
-    native = _native_batch_norm_backward(node)
+    native = _native_batch_norm_backward(call.node)
     replicated = Strategy((R,) * len(native.refs()), (R,) * len(native.results))
     strategies = []
-    for strategy in (replicated, *rule(native, metas, axis_size)):
+    for strategy in (replicated, *rule(Call(native, call.metas, call.axis_size))):
         gradient, value, *rest = strategy.inputs
         for reserve in (R, S(0)):
             inputs = (value, gradient, *rest, reserve)
-            strategies.append(Strategy(inputs, strategy.outputs, lowered(strategy), strategy.comm))
+            strategies.append(replace(strategy, inputs=inputs, lower=partial(lower, strategy)))
     return strategies
 
 
 def _native_batch_norm_backward(node: Node) -> Node:
     """Return the equivalent ``native_batch_norm_backward`` node."""
     args = bound(node)
-    statistics = [args[name] for name in ("running_mean", "running_var", "save_mean", "save_var")]
-    native_args = (
-        args["grad_output"],
-        args["input"],
-        args["weight"],
-        *statistics,
-        True,
-        args["epsilon"],
-    )
-    return Node("aten.native_batch_norm_backward.default", (*native_args, (True, True, True)), (),
-                node.fresh)  # fmt: skip
+
+    names = [
+        "grad_output",
+        "input",
+        "weight",
+        "running_mean",
+        "running_var",
+        "save_mean",
+        "save_var",
+    ]
+    native_args = (*(args[name] for name in names), True, args["epsilon"], (True, True, True))
+    return Node("aten.native_batch_norm_backward.default", native_args, (), node.fresh)
 
 
 RULES: dict[str, Rule] = {
     **table("convolution.default", _convolution),
     **table("convolution_backward.default", _convolution_backward),
-    _RECURRENT: _recurrent,
-    "aten.mkldnn_rnn_layer_backward.default": _recurrent_backward,
-    _FORWARD: _cudnn_recurrent,
-    "aten._cudnn_rnn_backward.default": _cudnn_recurrent_backward,
+    _CPU.forward: partial(_recurrent, _CPU),
+    "aten.mkldnn_rnn_layer_backward.default": partial(_recurrent_backward, _CPU),
+    _CUDNN.forward: partial(_recurrent, _CUDNN),
+    "aten._cudnn_rnn_backward.default": partial(_recurrent_backward, _CUDNN),
 }

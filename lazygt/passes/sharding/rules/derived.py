@@ -22,6 +22,7 @@ from lazygt.passes.base import renumbered
 from lazygt.passes.sharding.lower.builder import Builder, bound
 from lazygt.passes.sharding.rules.decompose import Decomposition, alone, decomposition, params_of
 from lazygt.passes.sharding.rules.strategy import (
+    Call,
     LocalLowering,
     Metas,
     P,
@@ -64,17 +65,19 @@ def rule(strategies_of: StrategiesOf) -> Rule:
         candidates = (_Derived.of(node, decomposed, chain) for chain in chains(decomposed, options))
         return tuple([candidate.strategy() for candidate in candidates if candidate.is_valid()])
 
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        operands = tuple([meta for number in node.refs() if (meta := metas[number]) is not None])
-        if len(operands) < len(node.refs()) or not any(shardable_dims(m.shape) for m in operands):
+    def strategies(call: Call) -> Sequence[Strategy]:
+        operands = tuple(call.operands)
+        if len(operands) < len(call.node.refs()) or not any(
+            shardable_dims(m.shape) for m in operands
+        ):
             return ()
-        key = alone(node), operands
+        key = alone(call.node), operands
         pending = _pending.get()
         if key in pending:
             return ()
         token = _pending.set(pending | {key})
         try:
-            return derived(*key, axis_size)
+            return derived(*key, call.axis_size)
         finally:
             _pending.reset(token)
 
@@ -98,11 +101,8 @@ def _partial_cast(decomposed: Decomposition, inner: Node, results: range) -> Seq
     assert meta is not None
     assert unrounded is not None
     rounds_to_operand_dtype = meta.dtype in dtypes and unrounded.dtype not in dtypes
-    return (
-        (Strategy((P,), (P,)),)
-        if rounds_to_operand_dtype and unrounded.dtype.is_floating_point
-        else ()
-    )
+    is_rounding = rounds_to_operand_dtype and unrounded.dtype.is_floating_point
+    return (Strategy((P,), (P,)),) if is_rounding else ()
 
 
 @dataclass(frozen=True, eq=False)

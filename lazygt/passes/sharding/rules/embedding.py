@@ -7,19 +7,22 @@ up the rows of its block, and the result is partial. Bags are sharded by feature
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
 from lazygt.graph.placement import Placement, Shard
-from lazygt.passes.sharding.rules import index_exchange
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules.factors import strategies_by
-from lazygt.passes.sharding.rules.indexing import to_local_indices
+from lazygt.passes.sharding.rules.indexing import (
+    put_rows,
+    read_owned,
+    take_strategies,
+    to_local_indices,
+    with_row_exchange,
+)
 from lazygt.passes.sharding.rules.strategy import (
     Call,
-    LocalLowering,
-    Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -31,9 +34,6 @@ from lazygt.passes.sharding.rules.strategy import (
     table,
     zeros,
 )
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- grouped matrix products (``_grouped_mm``), as in mixtures of experts --------------------------
 # The groups are consecutive along one dim, with their ends in ``offs``. If that dim is sharded,
@@ -50,10 +50,9 @@ _RULE_BY_RANKS = {
 _ALIGNMENT_BYTES = 16
 
 
-def _grouped_mm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _grouped_mm(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``_grouped_mm``."""
-    call = Call(node, metas, axis_size)
-    ranks = len(call.shape("self")), len(call.shape("mat2"))
+    ranks = call.rank, len(call.shape("mat2"))
     if ranks not in _RULE_BY_RANKS or call.has("bias") or (ranks != (3, 3)) != call.has("offs"):
         return ()
     text, group_dims = _RULE_BY_RANKS[ranks]
@@ -108,9 +107,7 @@ def _with_padding(strategy: Strategy) -> Strategy:
             product = build.slice(product, dim, 0, count)
         return (product,)
 
-    if kernel_program is None or isinstance(kernel_program, LocalLowering):
-        return strategy.by(LocalLowering(program))
-    return strategy.by(lambda build, node, operands: program(build, strategy, node, operands))
+    return strategy.wrapped(program)
 
 
 def _padded_operand(build: Builder, value: Ref, dims: int) -> Ref:
@@ -128,9 +125,8 @@ def _padded_operand(build: Builder, value: Ref, dims: int) -> Ref:
 # -- embedding lookups, embedding bags, and their gradients ----------------------------------------
 
 
-def _embedding(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _embedding(call: Call) -> Sequence[Strategy]:
     """Return the strategies of embedding: by tokens, features, table rows, or row exchange."""
-    call = Call(node, metas, axis_size)
     count, features = call.shape("weight")
     strategies = [
         call.strategy(S(dim), indices=S(dim)) for dim in shardable_dims(call.shape("indices"))
@@ -138,71 +134,50 @@ def _embedding(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     if features > 1:
         strategies.append(call.strategy(S(len(call.shape("indices"))), weight=S(1)))
     if count > 1:
-        strategies.append(call.strategy(P, weight=S(0)).by(_lower_lookup(count)))
-    strategies += index_exchange.take_strategies(call, "weight", "indices")
+        lower = read_owned(
+            *(0, count),
+            lambda build, table, index: build.op("aten.embedding.default", table, index),
+            lambda build, mask: build.op("aten.unsqueeze.default", mask, -1),
+        )
+        strategies.append(call.strategy(P, weight=S(0)).by(lower))
+    strategies += take_strategies(call, "weight", "indices")
     return [*strategies, call.strategy(P, weight=P)]
 
 
-def _lower_lookup(count: int) -> Lowering:
-    """Return the lowering of a vocabulary-parallel lookup: zeros for rows of other ranks.
-
-    Args:
-        count: number of rows of the table.
-    """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        weight, indices = args["weight"], args["indices"]
-        if not build.block(count):
-            shape = (*build.shape(indices), build.shape(weight)[1])
-            return (build.full(shape, 0, like=weight),)
-        local_indices, outside = to_local_indices(build, indices, count)
-        rows = build.op("aten.embedding.default", weight, local_indices)
-        outside = build.op("aten.unsqueeze.default", outside, -1)
-        return (build.op("aten.masked_fill.Scalar", rows, outside, 0),)
-
-    return lower
-
-
-def _embedding_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _embedding_backward(call: Call) -> Sequence[Strategy]:
     """Return the strategies of an embedding's backward.
 
     Scaling by token frequency needs the full batch, so tokens and rows are not sharded then.
     """
-    call = Call(node, metas, axis_size)
     count, features = call["num_weights"], call.shape("grad_output")[-1]
     tokens = shardable_dims(call.shape("indices")) if not call["scale_grad_by_freq"] else []
     strategies = [call.strategy(P, grad_output=S(dim), indices=S(dim)) for dim in tokens]
     if features > 1:
         strategies.append(call.strategy(S(1), grad_output=S(len(call.shape("indices")))))
     if count > 1 and not call["scale_grad_by_freq"]:
-        strategies.append(call.strategy(S(0)).by(_lower_row_gradient(count)))
+        strategies.append(call.strategy(S(0)).by(partial(_lower_row_gradient, count)))
         is_sparse = 8 * prod(call.shape("indices")) <= count  # otherwise many rows have a gradient
         strategies += [_send_gradients(call, dim) for dim in tokens] if is_sparse else []
     return [*strategies, call.strategy(P, grad_output=P)]
 
 
-def _lower_row_gradient(count: int) -> Lowering:
-    """Return the lowering to the gradient of this rank's table rows.
+def _lower_row_gradient(count: int, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Compute the gradient of this rank's table rows.
 
     Tokens of other ranks are accumulated into an extra last row, which is dropped.
 
     Args:
         count: number of rows of the table.
     """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        padding, block = args["padding_idx"], build.block(count)
-        local_indices, outside = to_local_indices(build, args["indices"], count)
-        padded = build.op("aten.eq.Scalar", args["indices"], padding)
-        outside = build.op("aten.logical_or.default", outside, padded)
-        local_indices = build.op("aten.masked_fill.Scalar", local_indices, outside, block)
-        changes = {"indices": local_indices, "num_weights": block + 1, "padding_idx": -1}
-        (gradient,) = build.rerun(node, operands, **changes)
-        return (build.op("aten.slice.Tensor", gradient, 0, 0, block),)
-
-    return lower
+    args = build.bind(node, operands)
+    padding, block = args["padding_idx"], build.block(count)
+    local_indices, outside = to_local_indices(build, args["indices"], count)
+    padded = build.op("aten.eq.Scalar", args["indices"], padding)
+    outside = build.op("aten.logical_or.default", outside, padded)
+    local_indices = build.op("aten.masked_fill.Scalar", local_indices, outside, block)
+    changes = {"indices": local_indices, "num_weights": block + 1, "padding_idx": -1}
+    (gradient,) = build.rerun(node, operands, **changes)
+    return (build.op("aten.slice.Tensor", gradient, 0, 0, block),)
 
 
 def _send_gradients(call: Call, dim: int) -> Strategy:
@@ -220,12 +195,11 @@ def _send_gradients(call: Call, dim: int) -> Strategy:
         padded = build.op("aten.unsqueeze.default", padded, -1)
         gradient = build.op("aten.masked_fill.Scalar", gradient, padded, 0)
         zeros = build.full((build.block(table.shape[0]), table.shape[1]), 0, like=gradient)
-        return (index_exchange.put(build, zeros, table, [indices], gradient, added=True),)
+        return (put_rows(build, zeros, table, [indices], gradient, added=True),)
 
-    strategy = call.strategy(S(0), grad_output=S(dim), indices=S(dim)).by(lower)
-    index_shape = call.shape("indices")
-    return index_exchange.with_exchange(
-        strategy, index_exchange.Rows(call, "put_rows", "indices", table, index_shape, dim)
+    return with_row_exchange(
+        call.strategy(S(0), grad_output=S(dim), indices=S(dim)).by(lower),
+        *(call, "put_rows", "indices", table, call.shape("indices"), dim),
     )
 
 
@@ -233,13 +207,12 @@ def _send_gradients(call: Call, dim: int) -> Strategy:
 _SUM, _MEAN, _MAX = range(3)
 
 
-def _bag(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _bag(call: Call) -> Sequence[Strategy]:
     """Return the strategies of embedding bags: sharded by features or by table rows.
 
     The results after the first depend on the replicated indices alone.
     """
-    call = Call(node, metas, axis_size)
-    rest: list[Placement] = [R] * (len(node.results) - 1)
+    rest: list[Placement] = [R] * (len(call.node.results) - 1)
     if call["mode"] == _MAX:
         return ()
     strategies = [call.strategy([P, *rest], weight=P)]
@@ -247,42 +220,38 @@ def _bag(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     if features > 1:
         strategies.append(call.strategy([S(1), *rest], weight=S(1)))
     if count > 1 and call["padding_idx"] < 0:
-        strategies.append(call.strategy([P, *rest], weight=S(0)).by(_lower_bags(count)))
+        strategies.append(call.strategy([P, *rest], weight=S(0)).by(partial(_lower_bags, count)))
     return strategies
 
 
-def _lower_bags(count: int) -> Lowering:
-    """Return the lowering to bag sums (or means) over this rank's table rows.
+def _lower_bags(count: int, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Compute bag sums (or means) over this rank's table rows.
 
     Rows of other ranks are replaced by zero rows. A weight of 0 would not do, since 0 times an
     infinite element of the substituted row is NaN.
     """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        args = build.bind(node, operands)
-        table, indices, sample_weights = args["weight"], args["indices"], args["per_sample_weights"]
-        local_indices, outside = to_local_indices(build, indices, count)
-        if not build.block(count):
-            table = build.full((1, build.shape(table)[1]), 0, like=table)
-        if sample_weights is not None:
-            sample_weights = build.op("aten.masked_fill.Scalar", sample_weights, outside, 0)
-        rows = build.op("aten.embedding.default", table, local_indices)
-        outside = build.op("aten.unsqueeze.default", outside, -1)
-        rows = build.op("aten.masked_fill.Scalar", rows, outside, 0)
-        row_numbers = build.op("aten.arange.default", build.shape(indices)[0],
-                          dtype=build.meta(indices).dtype, device=DEVICE)  # fmt: skip
-        bag_args = {**args, "weight": rows, "indices": row_numbers}
-        sums, *other_results = _run_bags(
-            build, node, {**bag_args, "mode": _SUM, "per_sample_weights": sample_weights}
-        )
-        if args["mode"] == _MEAN:
-            first_column = build.slice(rows, 1, 0, 1)
-            _, *other_results = _run_bags(build, node, {**bag_args, "weight": first_column})
-            sizes = build.op("aten.clamp_min.default", other_results[1], 1)
-            sums = build.op("aten.div.Tensor", sums, build.op("aten.unsqueeze.default", sizes, -1))
-        return (sums, *other_results)
-
-    return lower
+    args = build.bind(node, operands)
+    table, indices, sample_weights = args["weight"], args["indices"], args["per_sample_weights"]
+    local_indices, outside = to_local_indices(build, indices, count)
+    if not build.block(count):
+        table = build.full((1, build.shape(table)[1]), 0, like=table)
+    if sample_weights is not None:
+        sample_weights = build.op("aten.masked_fill.Scalar", sample_weights, outside, 0)
+    rows = build.op("aten.embedding.default", table, local_indices)
+    outside = build.op("aten.unsqueeze.default", outside, -1)
+    rows = build.op("aten.masked_fill.Scalar", rows, outside, 0)
+    row_numbers = build.op("aten.arange.default", build.shape(indices)[0],
+                      dtype=build.meta(indices).dtype, device=DEVICE)  # fmt: skip
+    bag_args = {**args, "weight": rows, "indices": row_numbers}
+    sums, *other_results = _run_bags(
+        build, node, {**bag_args, "mode": _SUM, "per_sample_weights": sample_weights}
+    )
+    if args["mode"] == _MEAN:
+        first_column = build.slice(rows, 1, 0, 1)
+        _, *other_results = _run_bags(build, node, {**bag_args, "weight": first_column})
+        sizes = build.op("aten.clamp_min.default", other_results[1], 1)
+        sums = build.op("aten.div.Tensor", sums, build.op("aten.unsqueeze.default", sizes, -1))
+    return (sums, *other_results)
 
 
 def _run_bags(build: Builder, node: Node, args: Mapping[str, Arg]) -> Sequence[Ref]:
@@ -291,16 +260,15 @@ def _run_bags(build: Builder, node: Node, args: Mapping[str, Arg]) -> Sequence[R
     return results
 
 
-def _bag_backward(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _bag_backward(call: Call) -> Sequence[Strategy]:
     """Return the strategies of the backward of bags: by features or by table rows."""
-    call = Call(node, metas, axis_size)
     if call["mode"] == _MAX or call.args.get("sparse"):
         return ()
     strategies = [call.strategy(P, grad=P)]
     if call.shape("grad")[1] > 1:
         strategies.append(call.strategy(S(1), grad=S(1)))
     if call["num_weights"] > 1:
-        strategies.append(call.strategy(S(0)).by(_lower_row_gradient(call["num_weights"])))
+        strategies.append(call.strategy(S(0)).by(partial(_lower_row_gradient, call["num_weights"])))
     return strategies
 
 

@@ -42,21 +42,20 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from lazygt.graph.node import Node
 from lazygt.graph.ops import overload
 from lazygt.graph.placement import Partial, Placement
 from lazygt.passes.sharding.rules.strategy import (
+    PARTIALS,
     Call,
-    Metas,
     P,
     R,
     Rule,
     S,
     Strategy,
+    sized,
     table,
     zeros_when_empty,
 )
-from lazygt.passes.sharding.rules.views import PARTIALS, sized
 
 # -- grammar and parser ----------------------------------------------------------------------------
 
@@ -231,8 +230,7 @@ def strategies_by(call: Call, text: str, *, no_empty: bool = False) -> list[Stra
 def _rule(text: Text, no_empty: bool, sizes: str, unsharded: Callable[[Call], str] | None) -> Rule:
     """Return the rule of a parsed text."""
 
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
+    def strategies(call: Call) -> Sequence[Strategy]:
         match = _Match(call, text, unsharded(call) if unsharded else "")
         return match.strategies(no_empty, sizes)
 

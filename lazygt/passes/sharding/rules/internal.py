@@ -7,7 +7,7 @@ does not move: each rank runs the same collective on its block. A stage mark is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 
@@ -26,14 +26,14 @@ from lazygt.graph.placement import (
     Partial,
     Placement,
 )
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.marks import ENTER, LEAVE
 from lazygt.passes.sharding.rules.strategy import (
+    PARTIALS,
     PMAX,
     PMIN,
     Call,
     LocalLowering,
-    Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -42,12 +42,9 @@ from lazygt.passes.sharding.rules.strategy import (
     Values,
     local_lowering,
     shardable_dims,
+    sized,
     table,
 )
-from lazygt.passes.sharding.rules.views import PARTIALS, sized
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 
 # -- tensor creation ops: any placement of the result, no communication ----------------------------
 # ``*_like`` and ``new_*`` ops accept any placement of their operand, since only its shape is
@@ -57,53 +54,50 @@ if TYPE_CHECKING:
 _FILLS: dict[str, int | None] = {"zeros": 0, "ones": 1, "empty": None, "empty_strided": None}
 
 
-def _sized(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _sized(call: Call) -> Sequence[Strategy]:
     """Return the strategies of zeros, ones, full, empty."""
-    call = Call(node, metas, axis_size)
     shape = call.result().shape
     return [call.strategy(S(dim)).by(sized(shape)) for dim in shardable_dims(shape)]
 
 
-def _strided(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _strided(call: Call) -> Sequence[Strategy]:
     """Return the strategies of empty_strided; blocks are row-major for any ``stride``."""
-    call = Call(node, metas, axis_size)
     meta = call.result()
-    return [call.strategy(S(dim)).by(_create_local(meta)) for dim in shardable_dims(meta.shape)]
+    return [
+        call.strategy(S(dim)).by(LocalLowering(partial(_create, meta)))
+        for dim in shardable_dims(meta.shape)
+    ]
 
 
-def _like(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _like(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``*_like`` and ``new_*`` ops: any operand and result placement."""
-    call = Call(node, metas, axis_size)
     meta = call.result()
     result_dims, shape = shardable_dims(meta.shape), call.shape("self")
     operand_placements: list[Placement] = [*map(S, shardable_dims(shape)), P, PMAX, PMIN]
     strategies = [
-        call.strategy(R, self=placement).by(_create_local(meta)) for placement in operand_placements
+        call.strategy(R, self=placement).by(LocalLowering(partial(_create, meta)))
+        for placement in operand_placements
     ]
     for dim in result_dims:
         strategies += [
-            call.strategy(S(dim), self=placement).by(_create_local(meta))
+            call.strategy(S(dim), self=placement).by(LocalLowering(partial(_create, meta)))
             for placement in (R, S(dim), P, PMAX, PMIN)
             if placement != S(dim) or dim in shardable_dims(shape)
         ]
     return strategies
 
 
-def _create_local(result: TensorMeta) -> LocalLowering:
-    """Return the lowering that creates the local tensor of ``result`` and fills it."""
-
-    def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
-        (placement,) = strategy.outputs
-        shape = build.local(result.shape, placement)
-        stride = result.stride if placement == R else contiguous_stride(shape)
-        empty: Ref = build.op("aten.empty_strided.default", shape, stride, dtype=result.dtype,
-                              device=DEVICE)  # fmt: skip
-        fill_value = _fill_value(build.bind(node, operands), node.op)
-        if fill_value is None:
-            return (empty,)
-        return (build.op("aten.fill_.Scalar", empty, fill_value),)
-
-    return LocalLowering(program)
+def _create(
+    result: TensorMeta, build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Create the local tensor of a ``result``, and fill it."""
+    (placement,) = strategy.outputs
+    shape = build.local(result.shape, placement)
+    stride = result.stride if placement == R else contiguous_stride(shape)
+    empty: Ref = build.op("aten.empty_strided.default", shape, stride, dtype=result.dtype,
+                          device=DEVICE)  # fmt: skip
+    fill_value = _fill_value(build.bind(node, operands), node.op)
+    return (empty if fill_value is None else build.op("aten.fill_.Scalar", empty, fill_value),)
 
 
 def _fill_value(args: dict[str, Arg], op: str) -> Arg:
@@ -112,9 +106,8 @@ def _fill_value(args: dict[str, Arg], op: str) -> Arg:
     return args["fill_value"] if name == "full" else _FILLS[name]
 
 
-def _arange(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _arange(call: Call) -> Sequence[Strategy]:
     """Return the strategy of arange for integers, where a block's start is exact."""
-    call = Call(node, metas, axis_size)
     start, step = call.args.get("start", 0), call.args.get("step", 1)
     size = call.result().numel
     if size < 2 or type(start) is not int or type(step) is not int:
@@ -129,12 +122,11 @@ def _arange(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     return [call.strategy(S(0), out=S(0)).by(lower)]
 
 
-def _random_like(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _random_like(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``rand_like``: a replicated result, any placement of the operand.
 
     All ranks draw the full tensor, so the numbers equal those of one device.
     """
-    call = Call(node, metas, axis_size)
     meta = call.meta("self")
     operand_placements: list[Placement] = [*map(S, shardable_dims(meta.shape)), P]
 
@@ -149,13 +141,12 @@ def _random_like(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]
     ]
 
 
-def _dropout(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _dropout(call: Call) -> Sequence[Strategy]:
     """Return the strategies of dropout, with the random numbers of one device.
 
     Every rank applies dropout to a full tensor of ones, and multiplies its operand block by its
     block of the result.
     """
-    call = Call(node, metas, axis_size)
     meta = call.meta("input")
 
     def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
@@ -198,46 +189,43 @@ def _commuting_partials(node: Node) -> Sequence[Partial]:
     return PARTIALS
 
 
-def _collective(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _collective(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a collective: unmoved dims sharded, or commuting partials."""
-    meta = metas[node.args[0].index]
+    meta = call.metas[call.node.args[0].index]
     if meta is None:
         return ()
-    moved_dims = _moved_dims(node)
+    moved_dims = _moved_dims(call.node)
     placements: list[Placement] = [
         S(dim) for dim in shardable_dims(meta.shape) if dim not in moved_dims
     ]
     return [
-        Strategy((placement,), (placement,), _lower_collective(placement))
-        for placement in (*placements, *_commuting_partials(node))
+        Strategy((placement,), (placement,), partial(_lower_collective, placement))
+        for placement in (*placements, *_commuting_partials(call.node))
     ]
 
 
-def _lower_collective(placement: Placement) -> Lowering:
-    """Return the lowering that runs the same collective on blocks of a placement."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (value,) = operands
-        (global_meta,) = node.results
-        assert global_meta is not None
-        shape = build.local(global_meta.shape, placement)
-        meta = intern(shape, contiguous_stride(shape), global_meta.dtype)
-        return build.add(Node(node.op, (value, *node.args[1:]), (), (meta,)))
-
-    return lower
+def _lower_collective(
+    placement: Placement, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run the same collective on blocks, with a result of a placement."""
+    (global_meta,) = node.results
+    assert global_meta is not None
+    shape = build.local(global_meta.shape, placement)
+    meta = intern(shape, contiguous_stride(shape), global_meta.dtype)
+    return build.add(Node(node.op, (*operands, *node.args[len(operands) :]), (), (meta,)))
 
 
-def _row_exchange(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _row_exchange(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``take_rows`` and ``put_rows``.
 
     Sharded are the dims within a row, or the indices. Rows are put into partial sums if the indices
     are sharded.
     """
-    value, index = (metas[value] for value in node.refs()[:2])
+    value, index = (call.metas[value] for value in call.node.refs()[:2])
     if value is None or index is None:
         return ()
-    is_take = node.op == TAKE_ROWS
-    is_sum = is_take or node.args[-2]
+    is_take = call.node.op == TAKE_ROWS
+    is_sum = is_take or call.node.args[-2]
     summable = is_sum and value.dtype != torch.bool
     placements: list[Placement] = [S(dim) for dim in shardable_dims(value.shape) if dim > 0]
     placements += [P] if summable else []
@@ -245,50 +233,36 @@ def _row_exchange(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy
         Strategy(
             (placement, R) if is_take else (placement, R, placement),
             (placement,),
-            _lower_row_exchange(placement),
+            partial(_lower_collective, placement),
         )
         for placement in placements
     ]
     if index.numel > 1 and is_take:
-        strategies.append(Strategy((R, S(0)), (S(0),), _lower_row_exchange(S(0))))
+        strategies.append(Strategy((R, S(0)), (S(0),), partial(_lower_collective, S(0))))
     elif index.numel > 1 and summable:
-        strategies.append(Strategy((P, S(0), S(0)), (P,), _lower_row_exchange(P)))
+        strategies.append(Strategy((P, S(0), S(0)), (P,), partial(_lower_collective, P)))
     return strategies
 
 
-def _lower_row_exchange(placement: Placement) -> Lowering:
-    """Return the lowering that runs the same row exchange, with a result of a placement."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (global_meta,) = node.results
-        assert global_meta is not None
-        shape = build.local(global_meta.shape, placement)
-        meta = intern(shape, contiguous_stride(shape), global_meta.dtype)
-        return build.add(Node(node.op, (*operands, *node.args[len(operands) :]), (), (meta,)))
-
-    return lower
-
-
-def _mark_placements(node: Node, metas: Metas) -> Sequence[Placement]:
+def _mark_placements(call: Call) -> Sequence[Placement]:
     """Return all placements of a mark's operand."""
-    meta = metas[node.args[0].index]
+    meta = call.metas[call.node.args[0].index]
     return () if meta is None else (R, *map(S, shardable_dims(meta.shape)), *PARTIALS)
 
 
-def _enter(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _enter(call: Call) -> Sequence[Strategy]:
     """Return the strategies of an enter mark: any placement passes through."""
     return [
-        Strategy((placement,), (placement,), _lower_mark)
-        for placement in _mark_placements(node, metas)
+        Strategy((placement,), (placement,), _lower_mark) for placement in _mark_placements(call)
     ]
 
 
-def _leave(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _leave(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a leave mark, for any placements of its two operands.
 
     The second operand only identifies the stage.
     """
-    placements = _mark_placements(node, metas)
+    placements = _mark_placements(call)
     return [
         Strategy((placement, value), (placement,), _lower_mark)
         for placement in placements
@@ -304,18 +278,8 @@ def _lower_mark(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        (
-            ALL_REDUCE,
-            ALL_GATHER,
-            REDUCE_SCATTER,
-            ALL_TO_ALL,
-            SEND_RECV,
-            SHARD,
-            REPLICATE_TO_PARTIAL,
-        ),
-        _collective,
-    ),
+    **dict.fromkeys((ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL), _collective),
+    **dict.fromkeys((SEND_RECV, SHARD, REPLICATE_TO_PARTIAL), _collective),
     TAKE_ROWS: _row_exchange,
     PUT_ROWS: _row_exchange,
     ENTER: _enter,

@@ -8,8 +8,7 @@ minima.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
 
 import torch
 
@@ -20,27 +19,24 @@ from lazygt.graph.ops import facts, overload
 from lazygt.graph.per_tensor import ALL, EACH, SPLIT, ForeachForm
 from lazygt.graph.placement import Partial, Placement, Replicate, Shard
 from lazygt.passes.base import NodeRow, rebuild, rows_of
-from lazygt.passes.sharding.lower.builder import bound, numbers
+from lazygt.passes.sharding.lower.builder import Builder, bound, numbers
 from lazygt.passes.sharding.rules import reductions
 from lazygt.passes.sharding.rules.strategy import (
     PMAX,
     PMIN,
     Call,
-    Lowering,
-    Metas,
     P,
     R,
     Rule,
     S,
     Strategy,
     Values,
+    broadcast_placement,
     lower_strategy,
     shardable_dims,
     table,
 )
 
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
 #: Ops that are linear in the operands marked P; one letter per tensor operand.
 _LINEAR: dict[str, tuple[str, ...]] = {
     "add.Tensor": ("PP",),
@@ -90,27 +86,22 @@ _INCREASING = frozenset(
 _EXTREMA = {"maximum.default": PMAX, "minimum.default": PMIN}
 
 
-def pointwise_strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def pointwise_strategies(call: Call) -> Sequence[Strategy]:
     """Return one strategy per dim of the result, and the strategies with partial operands."""
-    if facts(overload(node.op)).random or not node.results:
+    if facts(overload(call.node.op)).random or not call.node.results:
         return ()
-    operands = [metas[number] for number in node.refs()]
-    known = [meta for meta in operands if meta is not None]
-    result = node.results[0]
-    if result is None or not known or len(known) != len(operands):
+    operands, result = call.operands, call.node.results[0]
+    if result is None or not operands or len(operands) != len(call.node.refs()):
         return ()
-    count = len(node.results)
+    count = len(call.node.results)
     pointwise_strategies = [
-        Strategy(tuple(aligned(meta, result.shape, dim) for meta in known), (S(dim),) * count)
+        Strategy(
+            tuple(broadcast_placement(meta.shape, result.shape, dim) for meta in operands),
+            (S(dim),) * count,
+        )
         for dim in shardable_dims(result.shape)
     ]
-    return [*pointwise_strategies, *_partial_strategies(node, known, result)]
-
-
-def aligned(meta: TensorMeta, shape: tuple[int, ...], dim: int) -> Placement:
-    """Return the placement of an operand broadcast to ``shape``, whose ``dim`` is sharded."""
-    own_dim = dim - (len(shape) - len(meta.shape))
-    return S(own_dim) if own_dim >= 0 and meta.shape[own_dim] == shape[dim] else R
+    return [*pointwise_strategies, *_partial_strategies(call.node, operands, result)]
 
 
 def _partial_strategies(
@@ -144,23 +135,19 @@ def _with_number(
         return []
     if not _can_be_summed(marks, operands, result):
         return []
-    return [Strategy(tuple(marks), (P,)).by(add_number_once(name))]
+    return [Strategy(tuple(marks), (P,)).by(partial(add_number_once, name))]
 
 
-def add_number_once(name: str) -> Lowering:
-    """Return the lowering that replaces a number by 0 on all ranks but rank 0.
+def add_number_once(name: str, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Run the op with a number that is replaced by 0 on all ranks but rank 0.
 
     Args:
         name: name of the argument with the number.
     """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        number = bound(node)[name]
-        if (type(number) is not Param and number == 0) or build.index == 0:
-            return build.rerun(node, operands)
-        return build.rerun(node, operands, **{name: build.zero_like(number)})
-
-    return lower
+    number = bound(node)[name]
+    if (type(number) is not Param and number == 0) or build.index == 0:
+        return build.rerun(node, operands)
+    return build.rerun(node, operands, **{name: build.zero_like(number)})
 
 
 def _partial_patterns(
@@ -238,13 +225,9 @@ _LOSSES = (
 )
 
 
-def _unreduced(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _unreduced(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a loss: pointwise if unreduced, else none."""
-    return (
-        ()
-        if Call(node, metas, axis_size)["reduction"]
-        else pointwise_strategies(node, metas, axis_size)
-    )
+    return () if call["reduction"] else pointwise_strategies(call)
 
 
 # -- horizontal (``_foreach``) ops and fused optimizer steps: strategies, and the split pass -------
@@ -271,23 +254,12 @@ FORMS = SPLIT | {
 
 def singles(node: Node) -> list[Node]:
     """Return the single-tensor nodes that are equivalent to a horizontal op of ``FORMS``."""
-    form = FORMS[node.op]
-    nodes = []
+    form, nodes = FORMS[node.op], []
     for number in range(len(node.args[0])):
         args, kwargs = form.narrow(node.args, number)
-        single_kwargs = (*kwargs, *node.kwargs)
-        new_outputs = node.fresh[number : number + 1]
-        written = node.written[number : number + 1]
-        nodes.append(
-            Node(
-                form.single,
-                args,
-                single_kwargs,
-                new_outputs,
-                node.writes[number : number + 1],
-                written,
-            )
-        )
+        item = slice(number, number + 1)
+        single = form.single, args, (*kwargs, *node.kwargs)
+        nodes.append(Node(*single, node.fresh[item], node.writes[item], node.written[item]))
     return nodes
 
 
@@ -305,21 +277,21 @@ def are_independent(node: Node) -> bool:
     return True
 
 
-def _horizontal(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _horizontal(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a horizontal op: one per placement that some tensor can have."""
-    if not are_independent(node):
+    if not are_independent(call.node):
         return []
-    rule = reductions.RULES.get(FORMS[node.op].single, pointwise_strategies)
+    rule = reductions.RULES.get(FORMS[call.node.op].single, pointwise_strategies)
     options: list[dict[Placement, Strategy]] = []
-    for single in singles(node):
+    for single in singles(call.node):
         replicated = Strategy((R,) * len(single.refs()), (R,) * len(single.results))
-        strategies = [replicated, *rule(single, metas, axis_size)]
+        strategies = [replicated, *rule(Call(single, call.metas, call.axis_size))]
         options.append({strategy.inputs[0]: strategy for strategy in reversed(strategies)})
     placements = dict.fromkeys(
         placement for strategies in options for placement in strategies if placement != R
     )
     combined = (
-        _combined(node, [strategies.get(placement, strategies[R]) for strategies in options])
+        _combined(call.node, [strategies.get(placement, strategies[R]) for strategies in options])
         for placement in placements
     )
     return [strategy for strategy in combined if strategy is not None]
@@ -339,22 +311,20 @@ def _combined(node: Node, strategies: list[Strategy]) -> Strategy | None:
         operand += 1
     comm = [collective for strategy in strategies for collective in strategy.comm]
     outputs = tuple(placement for strategy in strategies for placement in strategy.outputs)
-    return Strategy(tuple(inputs), outputs, _lower_singles(strategies), tuple(comm))
+    return Strategy(tuple(inputs), outputs, partial(_lower_singles, strategies), tuple(comm))
 
 
-def _lower_singles(strategies: Sequence[Strategy]) -> Lowering:
-    """Return the lowering that runs each single-tensor node by its strategy."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        local = dict(zip(_positions(node), operands, strict=True))
-        results: list[Ref | None] = []
-        for number, (single, strategy) in enumerate(zip(singles(node), strategies, strict=True)):
-            values = [local[arg, number] if (arg, number) in local else local[arg, -1]
-                      for arg in _tensor_arguments(node)]  # fmt: skip
-            results += lower_strategy(build, strategy, single, values)
-        return results
-
-    return lower
+def _lower_singles(
+    strategies: Sequence[Strategy], build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run each single-tensor node by its strategy."""
+    local = dict(zip(_positions(node), operands, strict=True))
+    results: list[Ref | None] = []
+    for number, (single, strategy) in enumerate(zip(singles(node), strategies, strict=True)):
+        values = [local[arg, number] if (arg, number) in local else local[arg, -1]
+                  for arg in _tensor_arguments(node)]  # fmt: skip
+        results += lower_strategy(build, strategy, single, values)
+    return results
 
 
 def _tensor_arguments(node: Node) -> list[int]:
@@ -373,14 +343,13 @@ def _positions(node: Node) -> list[tuple[int, int]]:
     return positions
 
 
-def _fused(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _fused(call: Call) -> Sequence[Strategy]:
     """Return the strategies that shard parameters, gradients and optimizer states alike.
 
     Step counts and learning rates are replicated.
     """
-    call = Call(node, metas, axis_size)
     lists = {
-        name: [meta for n in refs if (meta := metas[n]) is not None]
+        name: [meta for n in refs if (meta := call.metas[n]) is not None]
         for name, arg in call.args.items()
         if type(arg) is tuple and (refs := numbers(arg))
     }
@@ -390,7 +359,7 @@ def _fused(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     for dim in range(rank):
         placements = {name: _aligned(metas, shapes, dim) for name, metas in lists.items()}
         if S(dim) in placements["self"]:
-            written = [_placement_of(call, placements, value) for value in node.writes]
+            written = [_placement_of(call, placements, value) for value in call.node.writes]
             strategies.append(call.strategy(written, **placements))
     return strategies
 
@@ -443,18 +412,11 @@ def _single_step(placed_node: NodeRow, parameter: int) -> NodeRow:
     written_numbers = [
         written_number for written_number, value in enumerate(node.writes) if Ref(value) in selected
     ]
-    single = Node(
-        node.op,
-        args,
-        node.kwargs,
-        writes=tuple([node.writes[number] for number in written_numbers]),
-        written=tuple([node.written[number] for number in written_numbers]),
-    )
-    return NodeRow(
-        single,
-        [placed_node.results[number] for number in written_numbers],
-        placed_node.source,
-    )
+    writes = tuple([node.writes[number] for number in written_numbers])
+    written = tuple([node.written[number] for number in written_numbers])
+    single = Node(node.op, args, node.kwargs, writes=writes, written=written)
+    results = [placed_node.results[number] for number in written_numbers]
+    return NodeRow(single, results, placed_node.source)
 
 
 def _item_of(arg: Arg, number: int) -> Arg:

@@ -17,11 +17,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from lazygt.graph.node import Node, Ref
+from lazygt.passes.sharding.lower.builder import Builder
 from lazygt.passes.sharding.rules.attention_blocks import (
     LENGTH,
     Mixed,
@@ -37,10 +38,7 @@ from lazygt.passes.sharding.rules.attention_blocks import (
     run_backward,
     unpacked,
 )
-from lazygt.passes.sharding.rules.strategy import Call, Collective, Lowering, Values
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
+from lazygt.passes.sharding.rules.strategy import Call, Collective, Values
 
 # -- bundles of tensors that are sent together -----------------------------------------------------
 
@@ -223,16 +221,14 @@ class _Ring(ABC):
         """
         task = turn.tasks[self.rank]
         if task is None or task.first == task.last or not self.plan.keys[task.keys]:
-            return [*map(self._empty_rows, self.query_results)], [
-                *map(self._empty_rows, self.key_results)
-            ]
+            no_queries = [*map(self._empty_rows, self.query_results)]
+            return no_queries, [*map(self._empty_rows, self.key_results)]
         build, (query_bundle, key_bundle) = self.build, self.bundles
         owns_queries = task.queries == self.rank
-        task_queries = (
-            self._task_queries(self.queries, task)
-            if owns_queries
-            else query_bundle.unpack(build, queries)
-        )
+        if owns_queries:
+            task_queries = self._task_queries(self.queries, task)
+        else:
+            task_queries = query_bundle.unpack(build, queries)
         task_keys = self.keys if task.keys == self.rank else key_bundle.unpack(build, keys)
         for_queries, for_keys = self.attend(task_queries, task_keys, causal=False)
         if owns_queries:
@@ -277,10 +273,8 @@ class _Ring(ABC):
         if not self._is_sender(sent):
             tensors = [self._empty_rows(tensor) for tensor in tensors]
         bundle = self._bundle(tensors)
-        received = [
-            self._exchange_rows(joined_tensor, sent)
-            for joined_tensor in bundle.pack(self.build, tensors)
-        ]
+        packed_tensors = bundle.pack(self.build, tensors)
+        received = [self._exchange_rows(tensor, sent) for tensor in packed_tensors]
         return lambda: bundle.unpack(self.build, received)
 
     def _add_received(self, task: Task, unpack_received: Callable[[], list[Ref]]) -> None:
@@ -350,12 +344,8 @@ class _Backward(_Ring):
         tensors["logsumexp"] = packed(self.build, self.node.op, tensors["logsumexp"])
         if "grad_out_" in self.args:
             tensors["grad_out_"] = tensors.pop("grad_out")
-        gradients_of_inputs = run_backward(self.build, self.node, self.operands, causal, **tensors)[
-            :3
-        ]
-        query_gradient, *key_value_gradients = [
-            gradient for gradient in gradients_of_inputs if gradient is not None
-        ]
+        gradients = run_backward(self.build, self.node, self.operands, causal, **tensors)[:3]
+        query_gradient, *key_value_gradients = [g for g in gradients if g is not None]
         return [query_gradient], key_value_gradients
 
     def empty_results(self) -> tuple[list[Ref], list[Ref]]:
@@ -369,26 +359,18 @@ class _Backward(_Ring):
         return [self.build.op("aten.add.Tensor", first[0], second[0])]
 
 
-def forward(plan: RingSchedule) -> Lowering:
-    """Return the lowering of a ring attention forward."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        ring = _Forward(build, node, operands, plan)
-        ring.run()
-        return results_of(build, node, Mixed(*ring.query_results), ring.other_results)
-
-    return lower
+def forward(plan: RingSchedule, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Run a ring attention forward."""
+    ring = _Forward(build, node, operands, plan)
+    ring.run()
+    return results_of(build, node, Mixed(*ring.query_results), ring.other_results)
 
 
-def backward(plan: RingSchedule) -> Lowering:
-    """Return the lowering of a ring attention backward."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        ring = _Backward(build, node, operands, plan)
-        ring.run()
-        return *ring.query_results, *ring.key_results, *[None] * (len(node.results) - 3)
-
-    return lower
+def backward(plan: RingSchedule, build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+    """Run a ring attention backward."""
+    ring = _Backward(build, node, operands, plan)
+    ring.run()
+    return *ring.query_results, *ring.key_results, *[None] * (len(node.results) - 3)
 
 
 def comm(call: Call, plan: RingSchedule, is_backward: bool) -> list[Collective]:

@@ -9,31 +9,31 @@ and empty blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import torch
 
 from lazygt.graph.meta import TensorMeta
 from lazygt.graph.node import DEVICE, Arg, Node, Ref
-from lazygt.graph.placement import Partial, Placement, Replicate, Shard
-from lazygt.passes.sharding.lower.builder import bound, numbers
-
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
-    from lazygt.passes.sharding.lower.halo import RowExchange
-
+from lazygt.graph.placement import Partial, Placement, Replicate, Shard, shard_bounds
+from lazygt.passes.sharding.lower.builder import Builder, bound, numbers
+from lazygt.passes.sharding.lower.halo import RowExchange
 
 R = Replicate()
 P = Partial("sum")
 PMAX, PMIN, PPROD = Partial("max"), Partial("min"), Partial("prod")
+#: Partial placements that pass through ops that move elements.
+PARTIALS = (P, PMAX, PMIN)
 S = Shard
 
 Metas = Sequence[TensorMeta | None]
 Values = Sequence[Ref | None]
 #: Adds a node's local program; returns its results. ``operands`` are local, in order of refs().
-Lowering = Callable[["Builder", Node, Sequence[Ref]], Values]
+Lowering = Callable[[Builder, Node, Sequence[Ref]], Values]
+#: Adds the local program of a strategy.
+Program = Callable[[Builder, "Strategy", Node, Sequence[Ref]], Values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LocalLowering:
     placements from the strategy.
     """
 
-    program: Callable[[Builder, Strategy, Node, Sequence[Ref]], Values]
+    program: Program
 
 
 def local_lowering(lower: Lowering) -> LocalLowering:
@@ -87,24 +87,41 @@ class Strategy:
         """Return a copy with another local program and the collectives inside that program."""
         return replace(self, lower=lower, comm=tuple(comm))
 
+    def wrapped(self, program: Program) -> Strategy:
+        """Return a copy with a program around the local one; local if that one is."""
+        if self.lower is None or isinstance(self.lower, LocalLowering):
+            return replace(self, lower=LocalLowering(program))
+        return replace(self, lower=lambda *args: program(args[0], self, *args[1:]))
+
     def __str__(self) -> str:
         inputs, outputs = ", ".join(map(str, self.inputs)), ", ".join(map(str, self.outputs))
         inside = "".join(f" +{c.kind}" for c in self.comm)
         return f"({inputs}) -> ({outputs}){inside}"
 
 
-#: (node, metas, axis_size) -> strategies of the node on an axis, without the all-R strategy.
-Rule = Callable[[Node, Metas, int], Sequence[Strategy]]
 #: Placement of an argument or of the results: one for all tensors of a list, or one per tensor.
 Labels = Placement | Sequence[Placement]
 
 
 class Call:
-    """Node with its arguments by schema name, defaults filled in."""
+    """Node on an axis of ``axis_size`` ranks.
+
+    Args:
+        metas: the meta of every value of the node's graph, by number.
+    """
 
     def __init__(self, node: Node, metas: Metas, axis_size: int) -> None:
         self.node, self.metas, self.axis_size = node, metas, axis_size
-        self.args = bound(node)
+
+    @cached_property
+    def args(self) -> dict[str, Arg]:
+        """Arguments by schema name, defaults filled in."""
+        return bound(self.node)
+
+    @property
+    def operands(self) -> list[TensorMeta]:
+        """Global metas of the operands that are defined, in order of ``node.refs()``."""
+        return [meta for n in self.node.refs() if (meta := self.metas[n]) is not None]
 
     def __getitem__(self, name: str) -> Arg:
         return self.args[name]
@@ -124,9 +141,34 @@ class Call:
         """Return the global shape of a tensor argument."""
         return self.meta(name).shape
 
-    def dim(self, name: str, rank: int) -> int:
-        """Return a dim argument as a non-negative dim of a tensor with ``rank`` dims."""
+    def bounds(self, size: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of each rank's block of a dim of ``size``."""
+        return [shard_bounds(size, self.axis_size, rank) for rank in range(self.axis_size)]
+
+    @property
+    def rank(self) -> int:
+        """Number of dims of the argument ``self``."""
+        return len(self.shape("self"))
+
+    def dim(self, name: str = "dim", rank: int | None = None) -> int:
+        """Return a dim argument as a non-negative dim of a tensor with ``rank`` dims.
+
+        Args:
+            rank: by default that of the argument ``self``.
+        """
+        rank = self.rank if rank is None else rank
         return int(self.args[name]) % rank if rank else 0
+
+    def dims(self, name: str = "dim") -> frozenset[int]:
+        """Return an argument of one or several dims of ``self`` as non-negative dims.
+
+        None, and no dims, mean all.
+        """
+        dims: Arg = self.args.get(name)
+        if dims is None or dims == ():
+            return frozenset(range(self.rank))
+        dims = dims if isinstance(dims, tuple) else (dims,)
+        return frozenset(dim % self.rank for dim in dims if self.rank)
 
     def result(self, number: int = 0) -> TensorMeta:
         """Return the global meta of result ``number``."""
@@ -159,6 +201,66 @@ class Call:
             for meta, placement in zip(results, result_placements, strict=True)
         )
         return Strategy(tuple(inputs), output_placements)
+
+
+#: Strategies of a call, without the all-R strategy.
+Rule = Callable[[Call], Sequence[Strategy]]
+
+
+def passing(
+    call: Call,
+    dims: Sequence[int | None],
+    partials: Sequence[Partial] = (),
+    lower: Lowering | LocalLowering | None = None,
+    names: Sequence[str] = ("self",),
+) -> list[Strategy]:
+    """Return the strategies of placements that pass through an op.
+
+    Args:
+        dims: dim of the result for each dim of the operands; None: the op needs the full dim.
+        partials: partial placements that the op commutes with.
+        lower: local program along a sharded dim; None: the op itself.
+        names: names of the operands.
+    """
+    sharded = [
+        call.strategy(S(result_dim), **dict.fromkeys(names, S(dim))).by(lower)
+        for dim in shardable_dims(call.shape(names[0]))
+        if (result_dim := dims[dim]) is not None
+    ]
+    return sharded + [
+        call.strategy(partial, **dict.fromkeys(names, partial)) for partial in partials
+    ]
+
+
+def without(rank: int, dims: Collection[int], removed: bool = False) -> list[int | None]:
+    """Map the dims of an operand with ``rank`` dims to those of a result; ``dims`` to None.
+
+    Args:
+        removed: whether the result lacks ``dims``.
+    """
+    return [
+        None if dim in dims else dim - removed * sum(other < dim for other in dims)
+        for dim in range(rank)
+    ]
+
+
+def broadcast_placement(shape: tuple[int, ...], into: tuple[int, ...], dim: int) -> Placement:
+    """Return the placement of a value broadcast to shape ``into``, sharded along ``dim``."""
+    own_dim = dim - (len(into) - len(shape))
+    return S(own_dim) if own_dim >= 0 and shape[own_dim] == into[dim] else R
+
+
+def sized(shape: tuple[int, ...], name: str = "size") -> LocalLowering:
+    """Return the lowering that passes the local sizes of a result of global ``shape``.
+
+    Args:
+        name: name of the argument with the sizes.
+    """
+
+    def program(build: Builder, strategy: Strategy, node: Node, operands: Sequence[Ref]) -> Values:
+        return build.rerun(node, operands, **{name: build.local(shape, strategy.outputs[0])})
+
+    return LocalLowering(program)
 
 
 def shardable_dims(shape: tuple[int, ...]) -> list[int]:
@@ -217,7 +319,7 @@ def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:
     A rank with an empty block returns zeros instead of running the kernel. Valid for results that
     are empty on that rank too, and for partial sums.
     """
-    results, kernel_program = call.node.results, strategy.lower
+    kernel_program, results = strategy.lower, call.node.results
     sharded_operands = [
         number for number, placement in enumerate(strategy.inputs) if isinstance(placement, Shard)
     ]
@@ -230,11 +332,7 @@ def zeros_when_empty(call: Call, strategy: Strategy) -> Strategy:
             for meta, placement in zip(results, strategy.outputs, strict=True)
         ]
 
-    if kernel_program is None or isinstance(kernel_program, LocalLowering):
-        return replace(strategy, lower=LocalLowering(program))
-    return replace(
-        strategy, lower=lambda build, node, operands: program(build, strategy, node, operands)
-    )
+    return strategy.wrapped(program)
 
 
 def partial_by_padding(
@@ -250,8 +348,7 @@ def partial_by_padding(
         scatter_dim: dim of the result for a reduce-scatter inside the strategy; None: the result
             stays partial, which suits a result smaller than its operand.
     """
-    metas = [meta for n in call.node.refs() if (meta := call.metas[n]) is not None]
-    result = call.result()
+    metas, result = call.operands, call.result()
     if all(meta.shape[dim] < 2 for dim in dims.values() for meta in metas):
         return []
     if scatter_dim is not None and result.shape[scatter_dim] < 2:
@@ -279,8 +376,13 @@ def partial_by_padding(
 def pad_to_global(build: Builder, value: Ref, dim: int, size: int) -> Ref:
     """Pad this rank's block along ``dim`` with zeros to the global ``size`` of the dim."""
     start, stop = build.bounds(size)
-    after = [0, 0] * (len(build.shape(value)) - 1 - dim)
-    padded: Ref = build.op("aten.constant_pad_nd.default", value, (*after, start, size - stop), 0)
+    return pad(build, value, dim, start, size - stop)
+
+
+def pad(build: Builder, value: Ref, dim: int, before: int, after: int, fill_value: Arg = 0) -> Ref:
+    """Pad a value by numbers of rows before and after it along ``dim``."""
+    pads = (*[0, 0] * (len(build.shape(value)) - 1 - dim), before, after)
+    padded: Ref = build.op("aten.constant_pad_nd.default", value, pads, fill_value)
     return padded
 
 

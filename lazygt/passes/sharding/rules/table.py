@@ -6,22 +6,19 @@ from collections.abc import Sequence
 from functools import partial
 from string import ascii_lowercase
 
-from lazygt.graph.node import Node
 from lazygt.passes.sharding.rules.attention import with_length_strategies
 from lazygt.passes.sharding.rules.factors import rule, strategies_by
-from lazygt.passes.sharding.rules.strategy import Call, Metas, Rule, Strategy, table
-from lazygt.passes.sharding.rules.write_back import with_sharded_index_dim
+from lazygt.passes.sharding.rules.strategy import Call, Rule, Strategy, table
 
 #: Rule for kernels that reject empty blocks.
 _rejects_empty = partial(rule, no_empty=True)
 
 
-def _trilinear(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _trilinear(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``_trilinear``: a product of three operands, summed over ``sumdim``.
 
     The ``expand`` arguments insert dims of size 1 into each operand.
     """
-    call = Call(node, metas, axis_size)
     letters = ascii_lowercase[: len(call.shape("i1")) + len(call["expand1"])]
     operands = ["* " + _letters(letters, without=call[f"expand{number}"]) for number in (1, 2, 3)]
     result = _letters(letters, without=call["sumdim"])
@@ -33,9 +30,8 @@ def _letters(letters: str, without: Sequence[int]) -> str:
     return " ".join(letter for dim, letter in enumerate(letters) if dim not in without)
 
 
-def _solve(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _solve(call: Call) -> Sequence[Strategy]:
     """Return the strategies of a linear solve, with batches of vectors or matrices ``B``."""
-    call = Call(node, metas, axis_size)
     matrices, right_side = call.shape("A"), call.shape("B")
     has_vectors = len(right_side) == 1 or right_side == matrices[:-1]
     right_dims = "... !n" if has_vectors else "... !n !k"
@@ -44,20 +40,18 @@ def _solve(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
     )
 
 
-def _isin(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _isin(call: Call) -> Sequence[Strategy]:
     """Return the strategies of isin: a maximum over blocks of ``test_elements``.
 
     With ``invert`` the result is a minimum.
     """
-    call = Call(node, metas, axis_size)
     others = " ".join(ascii_lowercase[: len(call.shape("test_elements"))])
     return strategies_by(call, f"..., {others} -> {'min' if call['invert'] else 'max'} ...")
 
 
-def _renorm(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _renorm(call: Call) -> Sequence[Strategy]:
     """Return the strategies of renorm: norms need full slices, so no other dim is sharded."""
-    call = Call(node, metas, axis_size)
-    rank = len(call.shape("self"))
+    rank = call.rank
     dims = [f"!{letter}" for letter in ascii_lowercase[:rank]]
     dims[call["dim"]] = "z"
     text = " ".join(dims)
@@ -194,87 +188,85 @@ _ATTENTION = {
     **with_length_strategies(_FORWARD),
     **with_length_strategies(_BACKWARD, backward=True),
 }
-#: Pooling, padding, resizing, sampling, patches: sharded by samples or channels, not along space.
+
+
+def _images(spaces: Sequence[int], names: str, text: str, sizes: str = "") -> dict[str, Rule]:
+    """Return the rules of ops on images, which are not sharded along space.
+
+    Args:
+        spaces: numbers of spatial dims.
+        names, text: with ``#`` for the number of spatial dims, and for these dims.
+    """
+    rules: dict[str, Rule] = {}
+    for space in spaces:
+        dims = ("!w", "!h !w", "!d !h !w")[space - 1]
+        ops = names.replace("#", str(space))
+        rules.update(_rejects_empty(ops, text.replace("#", dims), sizes=sizes))
+    return rules
+
+
+_ALL, _RESIZED = (1, 2, 3), "* ... # -> ... #"
+_GRADIENT, _INDEXED_GRADIENT = "* ... #, ... # -> ... #", "* ... #, ... #, ... # -> ... #"
+#: Pooling, padding, resizing, sampling, patches: sharded by samples or channels.
 _IMAGES: dict[str, Rule] = {
-    **_rejects_empty(
-        "avg_pool1d.default adaptive_avg_pool1d.default reflection_pad1d.default "
-        "replication_pad1d.default upsample_nearest1d.default upsample_nearest1d.vec "
-        "upsample_linear1d.default upsample_linear1d.vec _upsample_nearest_exact1d.default "
-        "_upsample_nearest_exact1d.vec",
-        "* ... !w -> ... !w",
+    **_images(
+        _ALL,
+        "avg_pool#d.default reflection_pad#d.default replication_pad#d.default "
+        "upsample_nearest#d.default upsample_nearest#d.vec _upsample_nearest_exact#d.default "
+        "_upsample_nearest_exact#d.vec",
+        _RESIZED,
     ),
-    **_rejects_empty(
-        "avg_pool2d.default _adaptive_avg_pool2d.default reflection_pad2d.default "
-        "replication_pad2d.default upsample_nearest2d.default upsample_nearest2d.vec "
-        "upsample_bilinear2d.default upsample_bilinear2d.vec upsample_bicubic2d.default "
-        "upsample_bicubic2d.vec _upsample_nearest_exact2d.default _upsample_nearest_exact2d.vec "
-        "_upsample_bilinear2d_aa.default _upsample_bilinear2d_aa.vec "
-        "_upsample_bicubic2d_aa.default _upsample_bicubic2d_aa.vec",
-        "* ... !h !w -> ... !h !w",
+    **_images(
+        (1,),
+        "adaptive_avg_pool1d.default upsample_linear1d.default upsample_linear1d.vec",
+        _RESIZED,
     ),
-    **_rejects_empty(
-        "avg_pool3d.default _adaptive_avg_pool3d.default reflection_pad3d.default "
-        "replication_pad3d.default upsample_nearest3d.default upsample_nearest3d.vec "
-        "upsample_trilinear3d.default upsample_trilinear3d.vec _upsample_nearest_exact3d.default "
-        "_upsample_nearest_exact3d.vec",
-        "* ... !d !h !w -> ... !d !h !w",
+    **_images(
+        (2,),
+        "_adaptive_avg_pool2d.default upsample_bilinear2d.default upsample_bilinear2d.vec "
+        "upsample_bicubic2d.default upsample_bicubic2d.vec _upsample_bilinear2d_aa.default "
+        "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.default _upsample_bicubic2d_aa.vec",
+        _RESIZED,
     ),
-    **_rejects_empty(
-        "reflection_pad1d_backward.default replication_pad1d_backward.default",
-        "* ... !w, ... !w -> ... !w",
+    **_images(
+        (3,),
+        "_adaptive_avg_pool3d.default upsample_trilinear3d.default upsample_trilinear3d.vec",
+        _RESIZED,
     ),
-    **_rejects_empty(
-        "avg_pool2d_backward.default _adaptive_avg_pool2d_backward.default "
-        "reflection_pad2d_backward.default replication_pad2d_backward.default",
-        "* ... !h !w, ... !h !w -> ... !h !w",
+    **_images(
+        _ALL,
+        "upsample_nearest#d_backward.default _upsample_nearest_exact#d_backward.default",
+        *(_RESIZED, "input_size"),
     ),
-    **_rejects_empty(
-        "avg_pool3d_backward.default _adaptive_avg_pool3d_backward.default "
-        "reflection_pad3d_backward.default replication_pad3d_backward.default",
-        "* ... !d !h !w, ... !d !h !w -> ... !d !h !w",
-    ),
-    **_rejects_empty(
-        "max_pool2d_with_indices.default adaptive_max_pool2d.default",
-        "... !h !w -> ... !h !w, ... !h !w",
-    ),
-    **_rejects_empty(
-        "max_pool3d_with_indices.default adaptive_max_pool3d.default",
-        "... !d !h !w -> ... !d !h !w, ... !d !h !w",
-    ),
-    **_rejects_empty("fractional_max_pool2d.default", "n c !h !w, n c !s -> n c !h !w, n c !h !w"),
-    **_rejects_empty(
-        "fractional_max_pool3d.default", "n c !d !h !w, n c !s -> n c !d !h !w, n c !d !h !w"
-    ),
-    **_rejects_empty(
-        "max_pool2d_with_indices_backward.default adaptive_max_pool2d_backward.default "
-        "fractional_max_pool2d_backward.default",
-        "* ... !h !w, ... !h !w, ... !h !w -> ... !h !w",
-    ),
-    **_rejects_empty(
-        "max_pool3d_with_indices_backward.default adaptive_max_pool3d_backward.default "
-        "fractional_max_pool3d_backward.default",
-        "* ... !d !h !w, ... !d !h !w, ... !d !h !w -> ... !d !h !w",
-    ),
-    **_rejects_empty("max_unpool2d.default", "* ... !h !w, ... !h !w -> ... !h !w"),
-    **_rejects_empty("max_unpool3d.default", "* ... !d !h !w, ... !d !h !w -> ... !d !h !w"),
-    **_rejects_empty(
-        "upsample_nearest1d_backward.default _upsample_nearest_exact1d_backward.default "
-        "upsample_linear1d_backward.default",
-        "* ... !w -> ... !w",
-        sizes="input_size",
-    ),
-    **_rejects_empty(
-        "upsample_nearest2d_backward.default _upsample_nearest_exact2d_backward.default "
+    **_images((1,), "upsample_linear1d_backward.default", _RESIZED, "input_size"),
+    **_images(
+        (2,),
         "upsample_bilinear2d_backward.default upsample_bicubic2d_backward.default "
         "_upsample_bilinear2d_aa_backward.default _upsample_bicubic2d_aa_backward.default",
-        "* ... !h !w -> ... !h !w",
-        sizes="input_size",
+        *(_RESIZED, "input_size"),
     ),
-    **_rejects_empty(
-        "upsample_nearest3d_backward.default _upsample_nearest_exact3d_backward.default "
-        "upsample_trilinear3d_backward.default",
-        "* ... !d !h !w -> ... !d !h !w",
-        sizes="input_size",
+    **_images((3,), "upsample_trilinear3d_backward.default", _RESIZED, "input_size"),
+    **_images(
+        _ALL,
+        "reflection_pad#d_backward.default replication_pad#d_backward.default",
+        _GRADIENT,
+    ),
+    **_images(
+        (2, 3),
+        "avg_pool#d_backward.default _adaptive_avg_pool#d_backward.default max_unpool#d.default",
+        _GRADIENT,
+    ),
+    **_images(
+        (2, 3),
+        "max_pool#d_with_indices.default adaptive_max_pool#d.default",
+        "... # -> ... #, ... #",
+    ),
+    **_images((2, 3), "fractional_max_pool#d.default", "n c #, n c !s -> n c #, n c #"),
+    **_images(
+        (2, 3),
+        "max_pool#d_with_indices_backward.default adaptive_max_pool#d_backward.default "
+        "fractional_max_pool#d_backward.default",
+        _INDEXED_GRADIENT,
     ),
     **_rejects_empty(
         "grid_sampler_2d.default grid_sampler_3d.default cudnn_grid_sampler.default",
@@ -307,10 +299,10 @@ _ALONG_DIMS: dict[str, Rule] = {
         "index_fill_.int_Tensor cumprod_.default",
         "...@dim -> ...@dim",
     ),
-    **with_sharded_index_dim(
-        rule("index_copy.default index_copy_.default", "...@dim, _, ...@dim -> ...@dim")
+    **rule(
+        "index_copy.default index_copy_.default index_reduce.default index_reduce_.default",
+        "...@dim, _, ...@dim -> ...@dim",
     ),
-    **rule("index_reduce.default index_reduce_.default", "...@dim, _, ...@dim -> ...@dim"),
     **rule("unfold.default unfold_copy.default", "= ...@dimension -> ...@dimension !w"),
     **rule("unfold_backward.default", "* ...@dim !w -> ...@dim", sizes="input_sizes"),
     **_rejects_empty("_fft_c2c.default _fft_r2c.default _fft_c2r.default", "* ...@dim -> ...@dim"),

@@ -58,11 +58,7 @@ def chains(decomposed: Decomposition, options: Options) -> Iterator[OpChain]:
     ]
     for placements, factor in _operand_placements(decomposed, factors):
         fitting = [
-            [
-                strategy
-                for strategy, strategy_factor in strategies
-                if strategy_factor in (None, factor)
-            ]
+            [strategy for strategy, own_factor in strategies if own_factor in (None, factor)]
             for strategies in strategies_with_factors
         ]
         chain = _chain(decomposed, fitting, placements)
@@ -83,16 +79,8 @@ def _operand_placements(
             dims.setdefault(factors.root((operand, dim)), {}).setdefault(operand, []).append(dim)
     for factor, dims_of_operand in dims.items():
         for selected_dims in islice(product(*dims_of_operand.values()), _MAX_CANDIDATES):
-            dim_of_operand = dict(zip(dims_of_operand, selected_dims, strict=True))
-            yield (
-                tuple(
-                    [
-                        S(dim_of_operand[operand]) if operand in dim_of_operand else R
-                        for operand in operands
-                    ]
-                ),
-                factor,
-            )
+            sharded = dict(zip(dims_of_operand, map(S, selected_dims), strict=True))
+            yield tuple([sharded.get(operand, R) for operand in operands]), factor
     for partial in read.intersection(operands):
         yield tuple([P if operand == partial else R for operand in operands]), None
 

@@ -8,8 +8,9 @@ replicated, and each rank writes the rows in its block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -19,13 +20,13 @@ from lazygt.graph.node import DEVICE, Node, Param, Ref, map_arg, params_in
 from lazygt.graph.ops import facts, overload
 from lazygt.graph.placement import Placement, Shard
 from lazygt.graph.shapes.meta_run import run_on_metas
-from lazygt.passes.sharding.rules import rearrange, slicing, views
-from lazygt.passes.sharding.rules.indexing import to_local_indices
+from lazygt.passes.sharding.lower.builder import Builder
+from lazygt.passes.sharding.rules import slicing, views
+from lazygt.passes.sharding.rules.indexing import to_local_indices, write_owned
 from lazygt.passes.sharding.rules.slicing import partials
 from lazygt.passes.sharding.rules.strategy import (
     Call,
     Lowering,
-    Metas,
     P,
     R,
     Rule,
@@ -37,37 +38,24 @@ from lazygt.passes.sharding.rules.strategy import (
     table,
 )
 
-if TYPE_CHECKING:
-    from lazygt.passes.sharding.lower.builder import Builder
-
 # -- index_copy along a sharded dim, as into a key/value cache -------------------------------------
 # Each rank writes the rows in its block.
 
 
-def with_sharded_index_dim(rules: Mapping[str, Rule]) -> Mapping[str, Rule]:
-    """Extend index_copy rules by the strategy that shards the indexed dim."""
-    return {op: _with_sharded_index_dim(rule) for op, rule in rules.items()}
+def _index_copy(call: Call) -> Sequence[Strategy]:
+    """Return the strategy of index_copy along a sharded indexed dim."""
+    shape = call.shape("self")
+    dim = call.dim()
+    if not shape or shape[dim] < 2:
+        return ()
 
+    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
+        args = build.bind(node, operands)
+        value, index, source = (args[name] for name in ("self", "index", "source"))
+        index = build.reshape(index, (build.meta(index).numel,))
+        return (write_rows(build, value, dim, shape[dim], index, source),)
 
-def _with_sharded_index_dim(rule: Rule) -> Rule:
-    """Extend one index_copy rule by the strategy that shards the indexed dim."""
-
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
-        strategies_of_other_dims, shape = list(rule(node, metas, axis_size)), call.shape("self")
-        dim = call.dim("dim", len(shape))
-        if not shape or shape[dim] < 2:
-            return strategies_of_other_dims
-
-        def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-            args = build.bind(node, operands)
-            value, index, source = (args[name] for name in ("self", "index", "source"))
-            index = build.reshape(index, (build.meta(index).numel,))
-            return (write_rows(build, value, dim, shape[dim], index, source),)
-
-        return [*strategies_of_other_dims, call.strategy(S(dim), self=S(dim)).by(lower)]
-
-    return strategies
+    return [call.strategy(S(dim), self=S(dim)).by(lower)]
 
 
 def write_rows(build: Builder, block: Ref, dim: int, size: int, index: Ref, rows: Ref) -> Ref:
@@ -88,48 +76,43 @@ def write_rows(build: Builder, block: Ref, dim: int, size: int, index: Ref, rows
         rows = build.op("aten.where.self", outside, before, rows)
         written: Ref = build.op("aten.index_copy_.default", block, dim, local_index, rows)
         return written
-    # rows of other ranks are written to an extra last row, which is dropped
-    dropped = build.op(
-        "aten.logical_and.default", outside, build.op("aten.eq.Scalar", local_index, 0)
-    )
-    local_index = build.op("aten.masked_fill.Scalar", local_index, dropped, block_size)
-    extra_row = build.full((*shape[:dim], 1, *shape[dim + 1 :]), 0, like=block)
-    extended = build.op("aten.cat.default", (block, extra_row), dim)
-    extended = build.op("aten.index_copy_.default", extended, dim, local_index, rows)
-    new_block = build.op("aten.slice.Tensor", extended, dim, 0, block_size)
+    index_and_mask = local_index, outside
+    new_block = write_owned(build, "aten.index_copy_.default", block, dim, index_and_mask, rows)
     copied: Ref = build.op("aten.copy_.default", block, new_block)
     return copied
 
 
 # -- write_back, select_scatter, slice_scatter -----------------------------------------------------
 
-_VIEWS = {**slicing.RULES, **rearrange.RULES, **views.RULES}
+_VIEWS = {**slicing.RULES, **views.RULES}
 
 
-def _write_back(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
+def _write_back(call: Call) -> Sequence[Strategy]:
     """Return the strategies of ``lazygt.write_back(base, value, chain)``."""
-    base, chain = metas[node.args[0].index], node.args[2]
+    base, chain = call.metas[call.node.args[0].index], call.node.args[2]
     if base is None:
         return ()
     strategies = [
-        Strategy((R, R), (R,), _lower_unsharded(base)),
-        Strategy((P, P), (P,), _lower_unsharded(base)),
+        Strategy((R, R), (R,), partial(_lower_unsharded, base)),
+        Strategy((P, P), (P,), partial(_lower_unsharded, base)),
     ]
     steps = _steps(base, chain)
     covered = _covers(steps)
     if covered:
-        strategies.append(Strategy((P, R), (R,), _lower_unsharded(base)))
+        strategies.append(Strategy((P, R), (R,), partial(_lower_unsharded, base)))
     for dim in shardable_dims(base.shape):
-        placement = _propagate(steps, S(dim), axis_size)
+        placement = _propagate(steps, S(dim), call.axis_size)
         if placement is not None:
             strategies += _sharded_base(dim, placement, _lower_write, covered)
-        elif (reshaped := _reshaped(steps, dim, axis_size)) is not None:
-            strategies += _sharded_base(dim, reshaped.last, _lower_reshaped(reshaped), covered)
-        elif (selection := _selection(steps, dim, axis_size)) is not None:
+        elif (reshaped := _reshaped(steps, dim, call.axis_size)) is not None:
+            strategies += _sharded_base(
+                dim, reshaped.last, partial(_lower_reshaped, reshaped), covered
+            )
+        elif (selection := _selection(steps, dim, call.axis_size)) is not None:
             lower = (
-                _lower_static_selection(selection)
+                partial(_lower_static_selection, selection)
                 if selection.start is None
-                else _lower_run_time_selection(selection)
+                else partial(_lower_run_time_selection, selection)
             )
             strategies.append(Strategy((S(dim), R), (S(dim),), lower))
     return strategies
@@ -143,7 +126,9 @@ def _sharded_base(dim: int, value: Placement, lower: Lowering, covered: bool) ->
     """
     strategies = [Strategy((S(dim), value), (S(dim),), lower)]
     if covered:
-        strategies.append(Strategy((P, value), (S(dim),), _lower_block_of_partial(dim, lower)))
+        strategies.append(
+            Strategy((P, value), (S(dim),), partial(_lower_block_of_partial, dim, lower))
+        )
     return strategies
 
 
@@ -171,7 +156,7 @@ def _propagate(
     """Propagate a placement through views; None if a view cannot run on its blocks unchanged."""
     for node, meta, number in steps:
         rule = _VIEWS.get(node.op)
-        strategies = rule(node, (meta,), axis_size) if rule else ()
+        strategies = rule(Call(node, (meta,), axis_size)) if rule else ()
         unchanged = [
             strategy
             for strategy in strategies
@@ -201,7 +186,7 @@ def _reshaped(
     if not steps or steps[0][0].op != "aten.view.default":
         return None
     node, meta, _ = steps[0]
-    for strategy in _VIEWS[node.op](node, (meta,), axis_size):
+    for strategy in _VIEWS[node.op](Call(node, (meta,), axis_size)):
         if strategy.inputs == (S(dim),):
             last = _propagate(steps[1:], strategy.outputs[0], axis_size)
             result = node.results[0]
@@ -291,55 +276,51 @@ def _selection_by(
     return _Cut(number, dim, size, start, stop, removed=False) if last and stride == 1 else None
 
 
-def _lower_static_selection(selection: _Cut) -> Lowering:
-    """Return the lowering of a write of the selected rows in this rank's block."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (base, value), chain = operands, node.args[2]
-        first, last = local_range(build, selection.size, selection.first, selection.last)
-        start = build.rank_offset(selection.size)
-        if selection.removed and first < last:
-            step = view_step("aten.select.int", 0, (None, selection.dim, first - start), (), 0)
-            return _write(
-                build, base, value, (*chain[: selection.step], step, *chain[selection.step + 1 :])
-            )
-        if selection.removed:  # write an empty value
-            value = build.full(
-                (*_selected_shape(build, base, chain[: selection.step], selection.dim),), 0, base
-            )
-        else:
-            value = build.op(
-                "aten.slice.Tensor",
-                value,
-                selection.dim,
-                first - selection.first,
-                last - selection.first,
-            )
-        ends = (0, 0) if first == last else (first - start, last - start)
-        step = view_step("aten.slice.Tensor", 0, (None, selection.dim, *ends), (), 0)
-        return _write(build, base, value, (*chain[: selection.step], step))
-
-    return lower
+def _lower_static_selection(
+    selection: _Cut, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Write the selected rows in this rank's block."""
+    (base, value), chain = operands, node.args[2]
+    first, last = local_range(build, selection.size, selection.first, selection.last)
+    start = build.rank_offset(selection.size)
+    if selection.removed and first < last:
+        step = view_step("aten.select.int", 0, (None, selection.dim, first - start), (), 0)
+        return _write(
+            build, base, value, (*chain[: selection.step], step, *chain[selection.step + 1 :])
+        )
+    if selection.removed:  # write an empty value
+        value = build.full(
+            (*_selected_shape(build, base, chain[: selection.step], selection.dim),), 0, base
+        )
+    else:
+        value = build.op(
+            "aten.slice.Tensor",
+            value,
+            selection.dim,
+            first - selection.first,
+            last - selection.first,
+        )
+    ends = (0, 0) if first == last else (first - start, last - start)
+    step = view_step("aten.slice.Tensor", 0, (None, selection.dim, *ends), (), 0)
+    return _write(build, base, value, (*chain[: selection.step], step))
 
 
-def _lower_run_time_selection(selection: _Cut) -> Lowering:
-    """Return the lowering of a write at a run-time start, through the views before it."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        (base, value), chain = operands, node.args[2][: selection.step]
-        view = base
-        for op, position, args, kwargs, number in chain:
-            result = build.node(op, (*args[:position], view, *args[position + 1 :]), kwargs)[number]
-            assert result is not None
-            view = result
-        if selection.removed:
-            value = build.op("aten.unsqueeze.default", value, selection.dim)
-        index = build.op("aten.arange.default", selection.last, dtype=torch.int64, device=DEVICE)
-        index = build.op("aten.add.Tensor", index, selection.start)
-        view = write_rows(build, view, selection.dim, selection.size, index, value)
-        return _write(build, base, view, chain) if chain else (view,)
-
-    return lower
+def _lower_run_time_selection(
+    selection: _Cut, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Write at a run-time start, through the views before it."""
+    (base, value), chain = operands, node.args[2][: selection.step]
+    view = base
+    for op, position, args, kwargs, number in chain:
+        result = build.node(op, (*args[:position], view, *args[position + 1 :]), kwargs)[number]
+        assert result is not None
+        view = result
+    if selection.removed:
+        value = build.op("aten.unsqueeze.default", value, selection.dim)
+    index = build.op("aten.arange.default", selection.last, dtype=torch.int64, device=DEVICE)
+    index = build.op("aten.add.Tensor", index, selection.start)
+    view = write_rows(build, view, selection.dim, selection.size, index, value)
+    return _write(build, base, view, chain) if chain else (view,)
 
 
 def _selected_shape(
@@ -365,86 +346,74 @@ def _lower_write(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
     return _write(build, base, value, node.args[2])
 
 
-def _lower_reshaped(reshaped: _Reshaped) -> Lowering:
-    """Return the lowering of a write through a reshape, with the local sizes.
+def _lower_reshaped(
+    reshaped: _Reshaped, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Write through a reshape, with the local sizes.
 
     The base is copied to row-major memory if needed, since the reshape must be a view.
     """
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        base, value = operands
-        size = build.local(reshaped.shape, reshaped.first)
-        step = view_step("aten.view.default", 0, (None, size), (), 0)
-        return _write(build, build.contiguous(base), value, (step, *node.args[2][1:]))
-
-    return lower
+    base, value = operands
+    size = build.local(reshaped.shape, reshaped.first)
+    step = view_step("aten.view.default", 0, (None, size), (), 0)
+    return _write(build, build.contiguous(base), value, (step, *node.args[2][1:]))
 
 
-def _lower_block_of_partial(dim: int, written: Lowering) -> Lowering:
-    """Return the lowering for an unsharded (partial) base: take this rank's block, then write."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        base, value = operands
-        return written(build, node, (build.shard(base, dim), value))
-
-    return lower
+def _lower_block_of_partial(
+    dim: int, written: Lowering, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Take this rank's block of an unsharded (partial) base, then write."""
+    base, value = operands
+    return written(build, node, (build.shard(base, dim), value))
 
 
-def _lower_unsharded(meta: TensorMeta) -> Lowering:
-    """Return the lowering for an unsharded base: restore the recorded strides, then write."""
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        base, value = operands
-        if build.meta(base).stride != meta.stride and meta.extent == meta.numel:
-            base = build.restrided(base, meta.stride)
-        return _lower_write(build, node, (base, value))
-
-    return lower
+def _lower_unsharded(
+    meta: TensorMeta, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Restore the recorded strides of an unsharded base, then write."""
+    base, value = operands
+    if build.meta(base).stride != meta.stride and meta.extent == meta.numel:
+        base = build.restrided(base, meta.stride)
+    return _lower_write(build, node, (base, value))
 
 
-def _scatter_rule(removed: bool) -> Rule:
-    """Return the rule of select_scatter (``removed``) or slice_scatter."""
-
-    def strategies(node: Node, metas: Metas, axis_size: int) -> Sequence[Strategy]:
-        call = Call(node, metas, axis_size)
-        shape = call.shape("self")
-        dim = call.dim("dim", len(shape))
-        other_dims = [d for d in shardable_dims(shape) if d != dim]
-        strategies = [
-            call.strategy(S(d), self=S(d), src=S(d - (removed and d > dim))) for d in other_dims
-        ]
-        if shape[dim] > 1 and call.args.get("step", 1) == 1 and not params_in(node.args):
-            strategies.append(
-                call.strategy(S(dim), self=S(dim)).by(_lower_scatter(call, dim, removed))
-            )
-        return strategies + [
-            call.strategy(placement, self=placement, src=placement) for placement in partials(call)
-        ]
-
-    return strategies
+def _scatter(call: Call, removed: bool) -> Sequence[Strategy]:
+    """Return the strategies of select_scatter (``removed``) or slice_scatter."""
+    shape = call.shape("self")
+    dim = call.dim()
+    other_dims = [d for d in shardable_dims(shape) if d != dim]
+    strategies = [
+        call.strategy(S(d), self=S(d), src=S(d - (removed and d > dim))) for d in other_dims
+    ]
+    if shape[dim] > 1 and call.args.get("step", 1) == 1 and not params_in(call.node.args):
+        strategies.append(
+            call.strategy(S(dim), self=S(dim)).by(partial(_lower_scatter, call, dim, removed))
+        )
+    return strategies + [
+        call.strategy(placement, self=placement, src=placement) for placement in partials(call)
+    ]
 
 
-def _lower_scatter(call: Call, dim: int, removed: bool) -> Lowering:
-    """Return the lowering of select_scatter or slice_scatter into this rank's block."""
+def _lower_scatter(
+    call: Call, dim: int, removed: bool, build: Builder, node: Node, operands: Sequence[Ref]
+) -> Values:
+    """Run select_scatter or slice_scatter into this rank's block."""
     size = call.shape("self")[dim]
     index = call["index"] % size if removed else 0
     ends = (index, index + 1) if removed else slice(call["start"], call["end"]).indices(size)[:2]
-
-    def lower(build: Builder, node: Node, operands: Sequence[Ref]) -> Values:
-        value, source = operands
-        (first, last), start = local_range(build, size, *ends), build.rank_offset(size)
-        if first == last:
-            return (build.op("aten.clone.default", value),)
-        if removed:
-            return build.rerun(node, operands, index=first - start)
-        source = build.op("aten.slice.Tensor", source, dim, first - ends[0], last - ends[0])
-        return build.rerun(node, [value, source], start=first - start, end=last - start)
-
-    return lower
+    value, source = operands
+    (first, last), start = local_range(build, size, *ends), build.rank_offset(size)
+    if first == last:
+        return (build.op("aten.clone.default", value),)
+    if removed:
+        return build.rerun(node, operands, index=first - start)
+    source = build.op("aten.slice.Tensor", source, dim, first - ends[0], last - ends[0])
+    return build.rerun(node, [value, source], start=first - start, end=last - start)
 
 
 RULES: dict[str, Rule] = {
     WRITE_BACK: _write_back,
-    **table("select_scatter.default", _scatter_rule(removed=True)),
-    **table("slice_scatter.default", _scatter_rule(removed=False)),
+    **table("index_copy.default index_copy_.default", _index_copy),
+    **table("select_scatter.default", partial(_scatter, removed=True)),
+    **table("slice_scatter.default", partial(_scatter, removed=False)),
 }

@@ -29,7 +29,7 @@ from lazygt.graph.placement import (
 )
 from lazygt.passes.sharding.choose.catalogue import strided_strategies
 from lazygt.passes.sharding.lower.builder import Builder
-from lazygt.passes.sharding.rules import Collective, Strategy, packed, strategies_of
+from lazygt.passes.sharding.rules import Collective, Strategy, slicing, strategies_of
 from lazygt.passes.sharding.rules.strategy import Call, lower_strategy
 from tests.passes.sharding.rules.blocks import Tensor, blocks, joined
 from tests.passes.sharding.rules.lockstep import AXIS, lockstep, run_node
@@ -134,7 +134,7 @@ class Case:
 
     def _put_among(self, parts: int) -> list[Strategy]:
         """The strategies that put a gradient into a dim that is interleaved."""
-        if self.node.op not in packed.PUTS_AMONG:
+        if self.node.op not in slicing.PUTS_AMONG:
             return []
         call = Call(self.node, self.metas, parts)
         shape = call.result().shape
@@ -144,7 +144,7 @@ class Case:
             for outer, inner, widths in INTERLEAVED
             if size % outer == 0
         ]
-        made = [packed.put_among(call, placement) for placement in wanted]
+        made = [slicing.put_among(call, placement) for placement in wanted]
         return [strategy for strategy in made if strategy is not None]
 
     def check(self, parts: int, strategy: Strategy) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lazygt.passes.sharding.rules import RULES, spatial, table, upsample
+from lazygt.passes.sharding.rules import RULES, table
 from tests.passes.sharding.rules.cases import bounds, of_matrices, positive
 from tests.passes.sharding.rules.draws import Cases, Draw, check_strategies, typical
 from tests.passes.sharding.rules.harness import Case
@@ -146,8 +146,7 @@ def test_searched_sequence_block_counts_smaller_elements() -> None:
 
 
 def test_every_line_of_the_table_is_a_rule() -> None:
-    rows = spatial.RULES | upsample.RULES  # the same, and by rows that ranks are sent
-    assert all(RULES[op] in (rule, rows.get(op)) for op, rule in table.RULES.items())
+    assert all(rule in RULES[op] for op, rule in table.RULES.items())
 
 
 def test_distances_that_are_nan_add_nothing_to_a_margin_loss() -> None:

@@ -141,7 +141,7 @@ def test_a_result_that_was_not_asked_for_is_whole() -> None:
 def test_sizes_among_the_arguments_are_those_of_a_block() -> None:
     made = rule("upsample_nearest1d_backward.default", "* ... !w -> ... !w", sizes="input_size")
     case = Case("upsample_nearest1d_backward.default", of(4, 3, 8), [8], [4, 3, 4])
-    strategy = made[case.node.op](case.node, case.metas, 2)[0]
+    strategy = made[case.node.op](Call(case.node, case.metas, 2))[0]
     graph = case.local(2, strategy)[0][0]
     assert graph.nodes[0].args[2] == (2, 3, 4)
 
@@ -150,7 +150,7 @@ def test_sizes_among_the_arguments_are_those_of_a_block() -> None:
 def test_a_rank_without_a_block_gives_zeros_for_a_kernel_that_takes_none(no_empty: bool) -> None:
     made = rule("linalg_matrix_exp.default", "... !n !n -> ... !n !n", no_empty=no_empty)
     case = Case("linalg_matrix_exp.default", of(5, 2, 2))
-    strategy = made[case.node.op](case.node, case.metas, 4)[0]
+    strategy = made[case.node.op](Call(case.node, case.metas, 4))[0]
     ops = [[node.op for node in graph.nodes] for graph in case.local(4, strategy)[0]]
     assert ops[2] == ["aten.linalg_matrix_exp.default"]
     assert ops[3] == ["aten.zeros.default" if no_empty else "aten.linalg_matrix_exp.default"]
@@ -159,5 +159,5 @@ def test_a_rank_without_a_block_gives_zeros_for_a_kernel_that_takes_none(no_empt
 def test_letters_may_be_kept_by_a_call() -> None:
     made = rule("clone.default", "i j -> i j", unsharded=lambda call: "i" * (call.axis_size > 2))
     case = Case("clone.default", of(4, 4))
-    assert len(made[case.node.op](case.node, case.metas, 2)) == 2
-    assert len(made[case.node.op](case.node, case.metas, 3)) == 1
+    assert len(made[case.node.op](Call(case.node, case.metas, 2))) == 2
+    assert len(made[case.node.op](Call(case.node, case.metas, 3))) == 1
