@@ -1,4 +1,4 @@
-"""CUDA IPC: blocks are packed into buffers that receivers on the same GPU map.
+"""CUDA IPC: blocks are packed into buffers that receivers on the same GPU, or host, map.
 
 A batch of blocks is one request, and handles are exported once for each receiver and buffer, not
 for each block or transfer. Double buffering: each source process has two buffers, and receivers
@@ -202,6 +202,7 @@ class CudaIpcAddress(NamedTuple):
         buffers, extent: number of buffers in the set, and the bytes of each.
         which: index of the buffer to pack.
         exports: number of receivers that need handles of all buffers of the set.
+        on_host: True if receivers are on the host, so that a source on a GPU packs there.
     """
 
     number: int
@@ -209,6 +210,7 @@ class CudaIpcAddress(NamedTuple):
     extent: int
     which: int
     exports: int
+    on_host: bool
 
 
 # -- the source ----------------------------------------------------------------------------
@@ -218,8 +220,8 @@ class PackingBuffers:
     """`Destination` in buffers of this process, which receivers map.
 
     Args:
-        device: device of the values and the buffers.
-        shared: the same device for sharing; None: made from ``device``.
+        device: device of the values.
+        shared: device of the buffers; None: made from ``device``.
     """
 
     borrows = None
@@ -227,7 +229,8 @@ class PackingBuffers:
     def __init__(
         self, device: torch.device, place: CudaIpcAddress, shared: SharedDevice | None = None
     ) -> None:
-        self._device = shared_device(device) if shared is None else shared
+        home = torch.device("cpu") if place.on_host else device
+        self._device = shared_device(home) if shared is None else shared
         self._buffers = [self._device.allocate(place.extent) for _ in range(place.buffers)]
 
     def view(self, place: CudaIpcAddress, offset: int, nbytes: int) -> Tensor:
@@ -301,7 +304,8 @@ class BufferLeases(SenderEnd):
         new = [receiver for receiver in receivers if receiver not in with_handles]
         with_handles.update(new)
         self._leases[number] = which, new
-        return CudaIpcAddress(self.number, BUFFERS, self.extent, which, len(new))
+        on_host = self.device.type == "cpu"
+        return CudaIpcAddress(self.number, BUFFERS, self.extent, which, len(new), on_host)
 
     def describe(self, receiver: ReceiverLink, reply: CopyReply) -> ControlMessage:
         """See `SenderEnd`."""
