@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import zmq
 
 from lazygt.errors import ProtocolError
-from lazygt.net.channel import probe
+from lazygt.net.channel import COPY_BELOW, probe
 from lazygt.net.mailbox import Frame
 from lazygt.net.tcp import (
     GOODBYE,
@@ -141,7 +141,6 @@ class Stream:
 GRACE, GONE_AFTER = 60.0, 1.0
 
 _ACK_SECONDS = 0.05  # delay of an acknowledgement, unless a message carries it earlier
-_COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
 _LINGER_MS = 1000  # most time for a goodbye after the socket was closed
 _WATCH_SECONDS = 1.0  # seconds between two checks for answers to sent messages
 
@@ -448,7 +447,7 @@ def queue_message(
     sock: zmq.Socket[bytes], message: bytes | bytearray, flags: int = zmq.NOBLOCK
 ) -> None:
     """Pass a message to ZMQ, without a copy if it is long."""
-    sock.send(message, flags, copy=len(message) < _COPY_BELOW)
+    sock.send(message, flags, copy=len(message) < COPY_BELOW)
 
 
 def close_lingering(sock: zmq.Socket[bytes]) -> None:
