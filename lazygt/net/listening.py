@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import select
 import threading
 import time
 from collections import deque
@@ -15,14 +14,13 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from lazygt.errors import ProtocolError
-from lazygt.host.timer import Alarm
 from lazygt.net.channel import Keys, check_exposure, listen_tcp
 from lazygt.net.reliable import (
     GONE_AFTER,
     GRACE,
     Connection,
+    Line,
     Patience,
-    close_lingering,
     configure,
     queue_message,
 )
@@ -32,7 +30,6 @@ from lazygt.net.tcp import (
     PROTOCOL_VERSION,
     WELCOME,
     Hello,
-    Monitor,
     Refusal,
     Strangers,
     close_in_children,
@@ -145,7 +142,7 @@ class _Accepted(Connection):
     turn: int
 
 
-class Listener:
+class Listener(Line):
     """TCP listener for clients with allowed keys; used by one thread, except `send`.
 
     Args:
@@ -188,7 +185,6 @@ class Listener:
         gone_after: float = GONE_AFTER,
     ) -> None:
         check_exposure(host, keys)
-        self.lock = threading.RLock()
         names = ("foreign", "malformed", "replayed", "version", "handshake")
         self.counts = dict.fromkeys(names, 0)
         self.strangers, self.other_versions = Strangers(), dict[str, str]()
@@ -200,10 +196,9 @@ class Listener:
         self._refused_ids: dict[bytes, None] = {}
         self._check_peers = False
         self._keys_checked = self._peers_checked = 0.0
-        self._open = True
         address = listen_tcp(host, keys, port)
         self.address = address.endpoint
-        self._socket = context.socket(zmq.ROUTER)
+        super().__init__(context, zmq.ROUTER, _EVENTS)
         configure(self._socket, max_message, grace)
         self._guard = Guard(context, allowed)
         for option, value in (
@@ -216,12 +211,6 @@ class Listener:
             (zmq.USE_FD, address.fd),
         ):
             self._socket.setsockopt(option, value)
-        self._monitor = Monitor(context, self._socket, _EVENTS)
-        self._timer = Alarm()
-        self._epoll = select.epoll()
-        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._timer.fd):
-            self._epoll.register(fd, select.EPOLLIN)
-        self.fd = self._epoll.fileno()
         self._socket.bind(address.endpoint)
         #: the listening socket
         self.tcp = address.fd
@@ -242,11 +231,9 @@ class Listener:
                 return
             for connection in list(self._connections.values()):
                 connection.close(reason)
-            self._open, self.tcp = False, -1
-            self._monitor.close()
-            close_lingering(self._socket)
-            self._epoll.close()
-            self._timer.close()
+            self.tcp = -1
+            self._close_socket()
+            self._close_descriptor()
         self._guard.close()
 
     # -- interface of a carrier ----------------------------------------------------------------
@@ -271,16 +258,6 @@ class Listener:
         """See ``Line.transmit``."""
         return self._open and self._send(connection.id, message)
 
-    def schedule_tick(self, at: float) -> None:
-        """See ``Line.schedule_tick``."""
-        if self._open:
-            self._timer.schedule(at)
-
-    def rearm(self) -> None:
-        """See ``Line.rearm``."""
-        if self._open and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._timer.schedule()
-
     def detach(self, connection: Connection) -> None:
         """See ``Line.detach``."""
         if self._connections.pop(connection.id, None) is not None:
@@ -295,7 +272,7 @@ class Listener:
     def _read(self) -> None:
         """Read and handle arrived frames, up to `_READ_BATCH`."""
         for _ in range(_READ_BATCH):
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not self._has_input():
                 return
             self._handle_frame(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
         self._timer.schedule()
