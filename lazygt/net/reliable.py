@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import Enum, auto
 from itertools import count
 from typing import NamedTuple
@@ -317,18 +316,6 @@ class Connection:
         if not self._ready:
             self.pump()
         return self._ready.popleft()[0] if self._ready else None
-
-    def take_into(self, inbox: deque[tuple[list[memoryview], int]]) -> bool:
-        """Move the next message, as its frames and its number, to ``inbox``; False if none.
-
-        A KeyboardInterrupt can't lose the message.
-        """
-        if not self._ready:
-            self.pump()
-        with suppress(IndexError):
-            inbox.extend(map(deque.popleft, (self._ready,)))
-            return True
-        return False
 
     def pump(self) -> None:
         """Read and acknowledge arrivals, and notice lost peers."""
