@@ -24,12 +24,13 @@ from lazygt.errors import ProtocolError
 from lazygt.runtime.arenas import Arena
 from lazygt.transfer.control import ControlMessage
 from lazygt.transfer.copy_request import CopyReply
-from lazygt.transfer.layout import Request
+from lazygt.transfer.layout import Request, packed
 from lazygt.transfer.manifest import ALIGNMENT
 from lazygt.transfer.peers import ReceiverLink
 from lazygt.transfer.receiver import Receiver, ReceiverOptions
 from lazygt.transfer.sender import Sender, threshold_bytes
 from lazygt.transfer.transaction import Transfer
+from lazygt.transfer.transfer_errors import TransferError
 from lazygt.transfer.transports import ReceiveBuffers, ReceiverEnd, SenderEnd, Wait
 from lazygt.transfer.transports.shared_memory import SharedMemoryAddress, attach, place_of
 from lazygt.transfer.version import Block, StagedVersion
@@ -296,6 +297,10 @@ class BufferLeases(SenderEnd):
 
     def open(self, transfer: Transfer, rank: int, number: int, request: Request) -> CudaIpcAddress:
         """See `SenderEnd`."""
+        if packed(request)[1] > self.extent:
+            repeated = next(piece for piece, count in Counter(request).items() if count > 1)
+            name = transfer.manifest.params[repeated.param].name
+            raise TransferError(f"the extractor yielded {name} twice; mend the extractor")
         which = self._packed_count[rank] % BUFFERS
         self._packed_count[rank] += 1
         self._readers[rank, which] = {}
