@@ -48,7 +48,7 @@ HELLO, WELCOME, DATA, ERROR, SHUTDOWN, PING, PONG = (bytes([code]) for code in b
 _RECONNECT_MS = 10
 _RECEIVE_QUEUE = 1000  # messages; beyond it the sender's own queue grows, not the worker's memory
 _REMEMBERED_STRANGERS = 4096
-_COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
+COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
 
 
 # -- messages ----------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ class WorkerChannel:
         self._doorbell.drained = False
         try:
             self.socket.send(identity, zmq.SNDMORE)
-            self.socket.send(message, 0, copy=len(message) < _COPY_BELOW)
+            self.socket.send(message, 0, copy=len(message) < COPY_BELOW)
         except zmq.ZMQError as error:
             # The peer has gone between its message and the answer.
             if error.errno != zmq.EHOSTUNREACH:
@@ -445,7 +445,7 @@ class ClientChannel:
         with self._lock:
             self.doorbell.drained = False
             try:
-                self._socket.send(message, zmq.NOBLOCK, copy=len(message) < _COPY_BELOW)
+                self._socket.send(message, zmq.NOBLOCK, copy=len(message) < COPY_BELOW)
             except zmq.Again:
                 return False  # disconnected: there is no one to send to
             if mailboxes is not None:

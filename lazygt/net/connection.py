@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import secrets
 import select
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,15 +27,14 @@ from lazygt.errors import (
     SecurityError,
     VersionMismatch,
 )
-from lazygt.host.timer import Alarm
 from lazygt.net.channel import Keys
 from lazygt.net.listening import Listener
 from lazygt.net.reliable import (
     GONE_AFTER,
     GRACE,
     Connection,
+    Line,
     Patience,
-    close_lingering,
     configure,
     queue_message,
 )
@@ -44,7 +42,6 @@ from lazygt.net.tcp import (
     FAILED,
     REFUSED,
     WELCOME,
-    Monitor,
     Refusal,
     pack_hello,
     parse,
@@ -101,8 +98,8 @@ def dial(
     return carrier.connection
 
 
-class _Dialed:
-    """Carrier of one connection: its socket, its monitor and its timer."""
+class _Dialed(Line):
+    """Carrier of one connection."""
 
     def __init__(
         self,
@@ -114,7 +111,7 @@ class _Dialed:
         max_message: int,
         timeouts: Patience,
     ) -> None:
-        self.lock = threading.RLock()
+        super().__init__(context, zmq.DEALER, _EVENTS)
         self.counts = {"foreign": 0, "malformed": 0, "replayed": 0, "version": 0}
         self.endpoint = endpoint
         # ZMQ's own names of peers begin with a zero, so this one does not.
@@ -124,20 +121,11 @@ class _Dialed:
         self._tcp_number, self._welcomed, self._failures = 0, False, 0
         self._refusal: LazyGTError | None = None
         self._inbox: deque[zmq.Frame] = deque()
-        self._socket = context.socket(zmq.DEALER)
-        self._monitor = Monitor(context, self._socket, _EVENTS)
         try:
             self._connect(keys, server_public, max_message, timeouts.grace)
         except BaseException:
-            self._monitor.close()
-            self._socket.close(0)
+            self.release(self.connection)
             raise
-        self._timer = Alarm()
-        self._epoll = select.epoll()
-        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._timer.fd):
-            self._epoll.register(fd, select.EPOLLIN)
-        self.fd = self._epoll.fileno()
-        self._open = True
 
     def _connect(self, keys: Keys, server_public: str, max_message: int, grace: float) -> None:
         """Configure the socket, with the keys of both ends, and connect it."""
@@ -215,34 +203,17 @@ class _Dialed:
         # ZMQ queues messages while there is no peer.
         return connection._disconnected_at is None
 
-    def schedule_tick(self, at: float) -> None:
-        """See ``Line.schedule_tick``."""
-        if self._open:
-            self._timer.schedule(at)
-
-    def rearm(self) -> None:
-        """See ``Line.rearm``."""
-        if self._has_input():
-            self._timer.schedule()
-
-    def _has_input(self) -> bool:
-        """Return whether the socket has a message to read."""
-        return self._open and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-
     def detach(self, connection: Connection) -> None:
         """See ``Line.detach``."""
         if self._open:
-            self._open = False
+            self._close_socket()
             self._timer.schedule()
-            self._monitor.close()
-            close_lingering(self._socket)
 
     def release(self, connection: Connection) -> None:
         """See ``Line.release``."""
         self.detach(connection)
         if not self._epoll.closed:
-            self._epoll.close()
-            self._timer.close()
+            self._close_descriptor()
 
     # -- events --------------------------------------------------------------------------------
 

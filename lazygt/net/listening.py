@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 import time
 from collections import deque
@@ -17,14 +16,13 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from lazygt.errors import ProtocolError
-from lazygt.host.timer import Alarm
 from lazygt.net.channel import Keys, check_exposure, listen_tcp
 from lazygt.net.reliable import (
     GONE_AFTER,
     GRACE,
     Connection,
+    Line,
     Patience,
-    close_lingering,
     configure,
     queue_message,
 )
@@ -34,7 +32,6 @@ from lazygt.net.tcp import (
     PROTOCOL_VERSION,
     WELCOME,
     Hello,
-    Monitor,
     Refusal,
     Strangers,
     close_in_children,
@@ -147,7 +144,7 @@ class _Accepted(Connection):
     turn: int
 
 
-class Listener:
+class Listener(Line):
     """TCP listener for clients with allowed keys; used by one thread, except `send`.
 
     Args:
@@ -190,7 +187,6 @@ class Listener:
         gone_after: float = GONE_AFTER,
     ) -> None:
         check_exposure(host, keys)
-        self.lock = threading.RLock()
         names = ("foreign", "malformed", "replayed", "version", "handshake")
         self.counts = dict.fromkeys(names, 0)
         self.strangers, self.other_versions = Strangers(), dict[str, str]()
@@ -202,51 +198,31 @@ class Listener:
         self._refused_ids: dict[bytes, None] = {}
         self._check_peers = False
         self._keys_checked = self._peers_checked = 0.0
-        self._open = True
         with ExitStack() as undo:
-            self._listen(context, host, port, keys, undo)
+            address = listen_tcp(host, keys, port)
+            undo.callback(os.close, address.fd)
+            super().__init__(context, zmq.ROUTER, _EVENTS)
+            undo.callback(self._close_descriptor)
+            undo.callback(self._close_socket)
+            configure(self._socket, max_message, grace)
+            self._guard = Guard(context, allowed)
+            undo.callback(self._guard.close)
+            for option, value in (
+                (zmq.RCVHWM, _RECEIVE_QUEUE),
+                (zmq.ROUTER_MANDATORY, 1),
+                (zmq.ROUTER_HANDOVER, 1),
+                (zmq.CURVE_SERVER, 1),
+                (zmq.ZAP_DOMAIN, self._guard.domain.encode()),
+                (zmq.CURVE_SECRETKEY, keys.secret.encode()),
+                (zmq.USE_FD, address.fd),
+            ):
+                self._socket.setsockopt(option, value)
+            self._socket.bind(address.endpoint)
             undo.pop_all()
-        close_in_children(self)
-
-    def _listen(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        host: str,
-        port: int,
-        keys: Keys,
-        undo: ExitStack,
-    ) -> None:
-        """Open the sockets and the descriptors; ``undo`` gets the closing of each."""
-        address = listen_tcp(host, keys, port)
-        undo.callback(os.close, address.fd)
         self.address = address.endpoint
-        self._socket = context.socket(zmq.ROUTER)
-        undo.callback(self._socket.close, 0)
-        configure(self._socket, self._max_message, self._timeouts.grace)
-        self._guard = Guard(context, self._allowed)
-        undo.callback(self._guard.close)
-        for option, value in (
-            (zmq.RCVHWM, _RECEIVE_QUEUE),
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.ROUTER_HANDOVER, 1),
-            (zmq.CURVE_SERVER, 1),
-            (zmq.ZAP_DOMAIN, self._guard.domain.encode()),
-            (zmq.CURVE_SECRETKEY, keys.secret.encode()),
-            (zmq.USE_FD, address.fd),
-        ):
-            self._socket.setsockopt(option, value)
-        self._monitor = Monitor(context, self._socket, _EVENTS)
-        undo.callback(self._monitor.close)
-        self._timer = Alarm()
-        undo.callback(self._timer.close)
-        self._epoll = select.epoll()
-        undo.callback(self._epoll.close)
-        for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._timer.fd):
-            self._epoll.register(fd, select.EPOLLIN)
-        self.fd = self._epoll.fileno()
-        self._socket.bind(address.endpoint)
         #: the listening socket
         self.tcp = address.fd
+        close_in_children(self)
 
     # -- for everybody -------------------------------------------------------------------------
 
@@ -263,11 +239,9 @@ class Listener:
                 return
             for connection in list(self._connections.values()):
                 connection.close(reason)
-            self._open, self.tcp = False, -1
-            self._monitor.close()
-            close_lingering(self._socket)
-            self._epoll.close()
-            self._timer.close()
+            self.tcp = -1
+            self._close_socket()
+            self._close_descriptor()
         self._guard.close()
 
     # -- interface of a carrier ----------------------------------------------------------------
@@ -292,16 +266,6 @@ class Listener:
         """See ``Line.transmit``."""
         return self._open and self._send(connection.id, message)
 
-    def schedule_tick(self, at: float) -> None:
-        """See ``Line.schedule_tick``."""
-        if self._open:
-            self._timer.schedule(at)
-
-    def rearm(self) -> None:
-        """See ``Line.rearm``."""
-        if self._open and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._timer.schedule()
-
     def detach(self, connection: Connection) -> None:
         """See ``Line.detach``."""
         if self._connections.pop(connection.id, None) is not None:
@@ -316,7 +280,7 @@ class Listener:
     def _read(self) -> None:
         """Read and handle arrived frames, up to `_READ_BATCH`."""
         for _ in range(_READ_BATCH):
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not self._has_input():
                 return
             self._handle_frame(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
         self._timer.schedule()

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import select
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from enum import Enum, auto
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import zmq
 
 from lazygt.errors import ProtocolError
-from lazygt.net.channel import probe
+from lazygt.host.timer import Alarm
+from lazygt.net.channel import COPY_BELOW, probe
 from lazygt.net.mailbox import Frame
 from lazygt.net.tcp import (
     GOODBYE,
     MESSAGE,
     OVERHEAD,
     RECEIVED,
+    Monitor,
     close_in_children,
     kernel_state,
     pack,
@@ -141,35 +145,81 @@ class Stream:
 GRACE, GONE_AFTER = 60.0, 1.0
 
 _ACK_SECONDS = 0.05  # delay of an acknowledgement, unless a message carries it earlier
-_COPY_BELOW = 64 << 10  # bytes; pyzmq's zero-copy path costs more than it saves for less
 _LINGER_MS = 1000  # most time for a goodbye after the socket was closed
 _WATCH_SECONDS = 1.0  # seconds between two checks for answers to sent messages
 
 
-class Line(Protocol):
-    """Carrier of a connection: a dialed socket, or the listener that many share."""
+class Line(ABC):
+    """Carrier of connections: a dialed socket, or the listener that many share.
 
-    lock: threading.RLock
-    fd: int
+    Args:
+        context: the process's ZMQ context.
+        kind: type of the ZMQ socket.
+        events: ZMQ's events of the socket's TCP connections that are needed.
+
+    Attributes:
+        fd: descriptor to poll; see `Connection`.
+    """
+
     counts: dict[str, int]
 
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, events: int) -> None:
+        self.lock, self._open = threading.RLock(), True
+        with ExitStack() as undo:
+            self._socket = context.socket(kind)
+            undo.callback(self._socket.close, 0)
+            self._monitor = Monitor(context, self._socket, events)
+            undo.callback(self._monitor.close)
+            self._timer = Alarm()
+            undo.callback(self._timer.close)
+            self._epoll = select.epoll()
+            undo.callback(self._epoll.close)
+            for fd in (int(self._socket.getsockopt(zmq.FD)), self._monitor.fd, self._timer.fd):
+                self._epoll.register(fd, select.EPOLLIN)
+            self.fd = self._epoll.fileno()
+            undo.pop_all()
+
+    @abstractmethod
     def pump(self) -> None:
         """Read all that has arrived, and pass it to the connections. The caller holds the lock."""
 
+    @abstractmethod
     def transmit(self, connection: Connection, message: bytes | bytearray) -> bool:
         """Pass a message to ZMQ; False if the peer is not connected."""
 
-    def schedule_tick(self, at: float) -> None:
-        """Make ``fd`` readable at ``at`` or earlier; `pump` then calls `Connection.tick`."""
-
+    @abstractmethod
     def detach(self, connection: Connection) -> None:
         """Detach an ended connection; ``fd`` becomes readable, which wakes a waiting thread."""
 
+    @abstractmethod
     def release(self, connection: Connection) -> None:
         """Release a connection's resources; its ``fd`` must not be polled any more."""
 
+    def schedule_tick(self, at: float) -> None:
+        """Make ``fd`` readable at ``at`` or earlier; `pump` then calls `Connection.tick`."""
+        if self._open:
+            self._timer.schedule(at)
+
     def rearm(self) -> None:
         """Make ``fd`` readable if a message has come: a use of the socket may clear its signal."""
+        if self._has_input():
+            self._timer.schedule()
+
+    def _has_input(self) -> bool:
+        """Return whether the socket has a message to read."""
+        return self._open and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _close_socket(self) -> None:
+        """Close the socket; ZMQ still sends its queued messages for up to a second (linger)."""
+        self._open = False
+        self._monitor.close()
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.close()
+
+    def _close_descriptor(self) -> None:
+        """Close ``fd``, which must not be polled any more."""
+        self._epoll.close()
+        self._timer.close()
 
 
 class Patience(NamedTuple):
@@ -275,18 +325,6 @@ class Connection:
         if not self._ready:
             self.pump()
         return self._ready.popleft()[0] if self._ready else None
-
-    def take_into(self, inbox: deque[tuple[list[memoryview], int]]) -> bool:
-        """Move the next message, as its frames and its number, to ``inbox``; False if none.
-
-        A KeyboardInterrupt can't lose the message.
-        """
-        if not self._ready:
-            self.pump()
-        with suppress(IndexError):
-            inbox.extend(map(deque.popleft, (self._ready,)))
-            return True
-        return False
 
     def pump(self) -> None:
         """Read and acknowledge arrivals, and notice lost peers."""
@@ -450,10 +488,4 @@ def queue_message(
     sock: zmq.Socket[bytes], message: bytes | bytearray, flags: int = zmq.NOBLOCK
 ) -> None:
     """Pass a message to ZMQ, without a copy if it is long."""
-    sock.send(message, flags, copy=len(message) < _COPY_BELOW)
-
-
-def close_lingering(sock: zmq.Socket[bytes]) -> None:
-    """Close a socket; ZMQ still sends its queued messages for up to a second (linger)."""
-    sock.setsockopt(zmq.LINGER, _LINGER_MS)
-    sock.close()
+    sock.send(message, flags, copy=len(message) < COPY_BELOW)

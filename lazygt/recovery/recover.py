@@ -72,66 +72,29 @@ class RecoveryRecord:
 
 
 class RecoveryClient(Protocol):
-    """Interface of the client that a recovery needs."""
+    """Part of the client that a recovery needs; see `Reports` and `Answers` of the client."""
 
     #: time of the next snapshot, until which the C++ extension may send runs on its own; 0: a
     #: snapshot or a recovery is under way
     quiet_until: float
 
     @property
-    def group(self) -> int:
-        """Number of the workers' process group."""
-
-    def new_group(self) -> int:
-        """Return the number of the process group that the workers form next."""
-
-    def send_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None:
-        """Send each rank its message."""
-
-    def handle(self, message: tuple[int, list[memoryview]]) -> None:
-        """Handle a worker's message."""
-
+    def group(self) -> int: ...
     @property
-    def failed(self) -> bool:
-        """True if an op has failed and the failure has not been raised yet."""
-
-    def waiting_for(self, seq: int) -> Set[int]:
-        """Return the ranks that have not answered a run."""
-
-    def oldest_unanswered(self, rank: int) -> int | None:
-        """Return the oldest run that a rank has not answered."""
-
-    def will_fail(self, rank: int, failure: Failure) -> None:
-        """Record that an op can't be repeated: its run fails on all ranks."""
-
-    def device_lost(self, rank: int, message: Lost) -> DeviceLost:
-        """Return the error for a worker with a device that can't be used any more.
-
-        Args:
-            message: the worker's last one.
-        """
-
-    def step_of(self, seq: int, rank: int, step: int | None) -> str:
-        """Describe a step of a run: its op, the bytes of its results and the user's line.
-
-        Args:
-            step: number of the step; None: it is not known.
-        """
-
-    def drop_answer(self, rank: int, done: Done) -> None:
-        """Drop an answer that the rank will repeat."""
-
-    def forget_fetches(self, rank: int) -> None:
-        """Drop the records of values in a rank's fetch arena, which is gone."""
-
-    def restored(self) -> None:
-        """Record that all ranks have the snapshot's state, before the journal is replayed."""
-
-    def recovered(self, record: RecoveryRecord) -> None:
-        """Record that workers were replaced, and that all ranks have their previous state."""
-
-    def settled(self) -> None:
-        """Record that all journaled runs have been replayed."""
+    def failed(self) -> bool: ...
+    def new_group(self) -> int: ...
+    def send_all(self, kind: str, messages: Sequence[Sequence[Buffer]], why: str) -> None: ...
+    def handle(self, message: tuple[int, list[memoryview]]) -> None: ...
+    def waiting_for(self, seq: int) -> Set[int]: ...
+    def oldest_unanswered(self, rank: int) -> int | None: ...
+    def will_fail(self, rank: int, failure: Failure) -> None: ...
+    def device_lost(self, rank: int, message: Lost) -> DeviceLost: ...
+    def step_of(self, seq: int, rank: int, step: int | None) -> str: ...
+    def drop_answer(self, rank: int, done: Done) -> None: ...
+    def forget_fetches(self, rank: int) -> None: ...
+    def restored(self) -> None: ...
+    def recovered(self, record: RecoveryRecord) -> None: ...
+    def settled(self) -> None: ...
 
 
 class RollbackRecovery:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,18 +204,6 @@ def test_many_clients_share_a_listener(place: Place) -> None:
     for number, (near, _) in enumerate(pairs):
         near.send([b"%d" % number])
     assert [taken(far) for _, far in pairs] == [[b"%d" % number] for number in range(6)]
-
-
-def test_a_message_moves_to_an_inbox_in_one_step(place: Place) -> None:
-    near, far = place.both()
-    inbox: deque[tuple[list[memoryview], int]] = deque()
-    assert not far.take_into(inbox)
-    near.send([b"a", b"b"])
-    assert until(far.fd, lambda: far.take_into(inbox) or None)
-    assert not far.take_into(inbox)
-    assert [([bytes(frame) for frame in view], number) for view, number in inbox] == [
-        ([b"a", b"b"], 1)
-    ]
 
 
 def test_connection_over_ipv6() -> None:

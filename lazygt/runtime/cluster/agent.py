@@ -61,24 +61,15 @@ _LOOK_SECONDS = 0.5
 
 
 class Connected(Protocol):
-    """Interface of an agent's connection."""
+    """Interface of an agent's connection; see `Connection`."""
 
     @property
-    def closed(self) -> str | None:
-        """Reason for the end of messages; None while messages may still come."""
-
+    def closed(self) -> str | None: ...
     @property
-    def fd(self) -> int:
-        """Descriptor that is readable when a message has come."""
-
-    def send(self, frames: Sequence[Frame]) -> None:
-        """Queue a message; its frames are copied. Does not wait. From any thread."""
-
-    def take(self) -> list[memoryview] | None:
-        """Return the next message, or None if there is none."""
-
-    def close(self, reason: str = "done") -> None:
-        """Close the connection, and send the peer the reason."""
+    def fd(self) -> int: ...
+    def send(self, frames: Sequence[Frame]) -> None: ...
+    def take(self) -> list[memoryview] | None: ...
+    def close(self, reason: str = "done") -> None: ...
 
 
 class Agent:

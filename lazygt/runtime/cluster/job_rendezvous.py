@@ -110,21 +110,20 @@ def port_to_bind(job: Job) -> int:
     return 0 if job.meets_by_store else job.port
 
 
-def publish(job: Job, endpoint: str, token: bytes, deadline: float, session: int = 0) -> None:
+def publish(job: Job, endpoint: str, token: bytes, deadline: float) -> None:
     """Publish the client's endpoint, so that `find` finds it; called by rank 0.
 
     Args:
         endpoint: such as ``tcp://host0:4711``.
         token: the secret that all processes of the job share.
         deadline: time limit in seconds.
-        session: number of the session in this process, from 0.
 
     Raises:
         LaunchError: torchrun's store can't be reached, or the client listens on another port than
             the job's.
     """
     if job.meets_by_store:
-        _store(job, deadline).set(_key(job, session), f"{_code(job, endpoint, token)} {endpoint}")
+        _store(job, deadline).set(_key(job), f"{_code(job, endpoint, token)} {endpoint}")
     elif not endpoint.endswith(f":{job.port}"):
         raise LaunchError(
             "MASTER_PORT",
@@ -132,11 +131,11 @@ def publish(job: Job, endpoint: str, token: bytes, deadline: float, session: int
         )
 
 
-def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
+def find(job: Job, token: bytes, deadline: float) -> str:
     """Return the client's endpoint.
 
     Args:
-        token, session: as for `publish`.
+        token: as for `publish`.
         deadline: seconds to wait for rank 0.
 
     Raises:
@@ -147,7 +146,7 @@ def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
         host = f"[{job.address}]" if ":" in job.address else job.address
         return f"tcp://{host}:{job.port}"
     until = time.monotonic() + deadline
-    store, key = _store(job, deadline), _key(job, session)
+    store, key = _store(job, deadline), _key(job)
     while not _query(job, lambda: store.check([key])):
         if time.monotonic() > until:
             raise _absence_error(job, deadline)
@@ -156,7 +155,7 @@ def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
     code, _, endpoint = published.partition(" ")
     if not hmac.compare_digest(code.encode(), _code(job, endpoint, token).encode()):
         with suppress(RuntimeError):  # the store has ended, as has rank 0
-            store.set(_refusal_key(job, session), f"rank {job.rank} on {socket.gethostname()}")
+            store.set(_refusal_key(job), f"rank {job.rank} on {socket.gethostname()}")
         raise SecurityError(
             f"rank 0 of the job says that it listens on {endpoint!r}, with another token than "
             f"this process has: give LAZYGT_TOKEN or LAZYGT_TOKEN_FILE the same value on all hosts"
@@ -164,21 +163,21 @@ def find(job: Job, token: bytes, deadline: float, session: int = 0) -> str:
     return str(endpoint)
 
 
-def refusals(job: Job, deadline: float, session: int = 0) -> Callable[[], str]:
+def refusals(job: Job, deadline: float) -> Callable[[], str]:
     """Return a function that returns a process which rejected the endpoint; "": there is none.
 
     Any process that can reach torchrun's store may write a rejection, and could end the job by the
     store anyway.
 
     Args:
-        deadline, session: as for `publish`.
+        deadline: as for `publish`.
 
     Raises:
         LaunchError: torchrun's store can't be reached.
     """
     if not job.meets_by_store:
         return lambda: ""
-    store, key = _store(job, deadline), _refusal_key(job, session)
+    store, key = _store(job, deadline), _refusal_key(job)
 
     def read_refusal() -> str:
         if not _query(job, lambda: store.check([key])):
@@ -235,13 +234,13 @@ def _absence_error(job: Job, deadline: float) -> LaunchError:
     )
 
 
-def _key(job: Job, session: int) -> str:
-    """Return the store's key of a session's endpoint."""
-    return f"lazygt/client/{job.name}/{session}"
+def _key(job: Job) -> str:
+    """Return the store's key of the client's endpoint."""
+    return f"lazygt/client/{job.name}"
 
 
-def _refusal_key(job: Job, session: int) -> str:
-    return f"{_key(job, session)}/refused"
+def _refusal_key(job: Job) -> str:
+    return f"{_key(job)}/refused"
 
 
 def _code(job: Job, endpoint: str, token: bytes) -> str:

@@ -69,7 +69,7 @@ class SocketBackend:
 
     def all_reduce(self, buffer: torch.Tensor, op: str) -> Work:
         operands = [buffer if peer is None else torch.empty_like(buffer) for peer in self.peers]
-        data = _memory_of(buffer)
+        data = memory_of(buffer)
         return self._launch(
             [data] * len(operands), operands, lambda: reduce_in_order(operands, op, buffer)
         )
@@ -77,7 +77,7 @@ class SocketBackend:
     def all_gather(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
         blocks = list(buffer.view(len(self.peers), -1).unbind())
         blocks[self.peers.index(None)].copy_(sent)
-        return self._launch([_memory_of(sent)] * len(blocks), blocks)
+        return self._launch([memory_of(sent)] * len(blocks), blocks)
 
     def reduce_scatter(self, buffer: torch.Tensor, sent: torch.Tensor, op: str) -> Work:
         blocks = list(sent.view(len(self.peers), -1).unbind())
@@ -85,7 +85,7 @@ class SocketBackend:
             block if peer is None else torch.empty_like(buffer)
             for block, peer in zip(blocks, self.peers, strict=True)
         ]
-        data = [_memory_of(block) for block in blocks]
+        data = [memory_of(block) for block in blocks]
         return self._launch(data, operands, lambda: reduce_in_order(operands, op, buffer))
 
     def all_to_all(
@@ -94,7 +94,7 @@ class SocketBackend:
         received, blocks = buffer.split(list(into)), sent.split(list(out))
         own_index = self.peers.index(None)
         received[own_index].copy_(blocks[own_index])
-        return self._launch([_memory_of(block) for block in blocks], received)
+        return self._launch([memory_of(block) for block in blocks], received)
 
     def exchange_text(self, text: str) -> TextExchange:
         """Exchange a text with every other rank, in order with the collectives.
@@ -166,7 +166,7 @@ class Incoming:
             self._finish()
 
     def read(self, peer: Peer, buffer: Any) -> None:
-        peer.receive(_memory_of(buffer))
+        peer.receive(memory_of(buffer))
 
 
 class TextExchange(Incoming):
@@ -218,7 +218,8 @@ def reduce_in_order(operands: Sequence[torch.Tensor], op: str, result: torch.Ten
     reduction(first, others[-1], out=result)
 
 
-def _memory_of(flat: torch.Tensor) -> memoryview:
+def memory_of(flat: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
     return as_bytes(flat).numpy().data
 
 

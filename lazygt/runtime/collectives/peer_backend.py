@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lazygt.net.sockets import Peer
-from lazygt.runtime.collectives.backends import as_bytes, reduce_in_order
+from lazygt.runtime.collectives.backends import memory_of, reduce_in_order
 from lazygt.runtime.collectives.shared_backend import InTurn, Parts, split_evenly
 
 PIECE_BYTES = 1 << 20
@@ -88,13 +88,13 @@ class PeerBackend(InTurn):
         """Send each rank its share."""
         for peer, share in zip(self.peers, shares, strict=True):
             if peer is not None:
-                peer.send(_memory_of(share))
+                peer.send(memory_of(share))
 
     def _receive(self, shares: Parts) -> None:
         """Receive a share from each rank."""
         for peer, share in zip(self.peers, shares, strict=True):
             if peer is not None:
-                peer.receive(_memory_of(share))
+                peer.receive(memory_of(share))
 
     def _receive_shares(self, own_share: torch.Tensor, like: torch.Tensor) -> Parts:
         """Receive all ranks' shares for this rank; return them in rank order."""
@@ -110,7 +110,3 @@ def _pipelined(count: int, send: Callable[[int], None], receive: Callable[[int],
             send(number)
         if number:
             receive(number - 1)
-
-
-def _memory_of(part: torch.Tensor) -> memoryview:
-    return as_bytes(part).numpy().data

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from lazygt.net.channel import Keys, probe
+from lazygt.net.channel import COPY_BELOW, Keys, probe
 from lazygt.net.sockets import Ends, Peer, Rendezvous
 from lazygt.runtime.collectives.rendezvous_store import StoreClient, check_interface
 
@@ -39,7 +39,6 @@ from lazygt.runtime.collectives.rendezvous_store import StoreClient, check_inter
 CHUNK_BYTES = 256 << 10
 """Bytes of one ZMQ message: one is encrypted while the message before is in flight."""
 
-_ZERO_COPY_BYTES = 64 << 10  # below, pyzmq's zero-copy send costs more than a copy
 _MAX_THREADS = 4  # each encrypts about 400 MB a second
 _MAX_SOCKETS = 1 << 14  # a connection takes three of ZMQ's
 _HANDSHAKE_MS = 30_000
@@ -111,9 +110,8 @@ class EncryptedPeer(Peer):
             for start in range(0, len(data), CHUNK_BYTES):
                 piece = data[start : start + CHUNK_BYTES]
                 try:
-                    self._socket.send(
-                        piece, zmq.NOBLOCK, copy=not given or len(piece) < _ZERO_COPY_BYTES
-                    )
+                    copy = not given or len(piece) < COPY_BELOW
+                    self._socket.send(piece, zmq.NOBLOCK, copy=copy)
                 except zmq.ZMQError as error:
                     raise self._left_error() from error
                 self.sent_messages += 1

@@ -1,4 +1,4 @@
-"""CUDA IPC: blocks are packed into buffers that receivers on the same GPU map.
+"""CUDA IPC: blocks are packed into buffers that receivers on the same GPU, or host, map.
 
 A batch of blocks is one request, and handles are exported once for each receiver and buffer, not
 for each block or transfer. Double buffering: each source process has two buffers, and receivers
@@ -24,12 +24,13 @@ from lazygt.errors import ProtocolError
 from lazygt.runtime.arenas import Arena
 from lazygt.transfer.control import ControlMessage
 from lazygt.transfer.copy_request import CopyReply
-from lazygt.transfer.layout import Request
+from lazygt.transfer.layout import Request, packed
 from lazygt.transfer.manifest import ALIGNMENT
 from lazygt.transfer.peers import ReceiverLink
 from lazygt.transfer.receiver import Receiver, ReceiverOptions
 from lazygt.transfer.sender import Sender, threshold_bytes
 from lazygt.transfer.transaction import Transfer
+from lazygt.transfer.transfer_errors import TransferError
 from lazygt.transfer.transports import ReceiveBuffers, ReceiverEnd, SenderEnd, Wait
 from lazygt.transfer.transports.shared_memory import SharedMemoryAddress, attach, place_of
 from lazygt.transfer.version import Block, StagedVersion
@@ -202,6 +203,7 @@ class CudaIpcAddress(NamedTuple):
         buffers, extent: number of buffers in the set, and the bytes of each.
         which: index of the buffer to pack.
         exports: number of receivers that need handles of all buffers of the set.
+        on_host: True if receivers are on the host, so that a source on a GPU packs there.
     """
 
     number: int
@@ -209,6 +211,7 @@ class CudaIpcAddress(NamedTuple):
     extent: int
     which: int
     exports: int
+    on_host: bool
 
 
 # -- the source ----------------------------------------------------------------------------
@@ -218,8 +221,8 @@ class PackingBuffers:
     """`Destination` in buffers of this process, which receivers map.
 
     Args:
-        device: device of the values and the buffers.
-        shared: the same device for sharing; None: made from ``device``.
+        device: device of the values.
+        shared: device of the buffers; None: made from ``device``.
     """
 
     borrows = None
@@ -227,7 +230,8 @@ class PackingBuffers:
     def __init__(
         self, device: torch.device, place: CudaIpcAddress, shared: SharedDevice | None = None
     ) -> None:
-        self._device = shared_device(device) if shared is None else shared
+        home = torch.device("cpu") if place.on_host else device
+        self._device = shared_device(home) if shared is None else shared
         self._buffers = [self._device.allocate(place.extent) for _ in range(place.buffers)]
 
     def view(self, place: CudaIpcAddress, offset: int, nbytes: int) -> Tensor:
@@ -293,6 +297,10 @@ class BufferLeases(SenderEnd):
 
     def open(self, transfer: Transfer, rank: int, number: int, request: Request) -> CudaIpcAddress:
         """See `SenderEnd`."""
+        if packed(request)[1] > self.extent:
+            repeated = next(piece for piece, count in Counter(request).items() if count > 1)
+            name = transfer.manifest.params[repeated.param].name
+            raise TransferError(f"the extractor yielded {name} twice; mend the extractor")
         which = self._packed_count[rank] % BUFFERS
         self._packed_count[rank] += 1
         self._readers[rank, which] = {}
@@ -301,7 +309,8 @@ class BufferLeases(SenderEnd):
         new = [receiver for receiver in receivers if receiver not in with_handles]
         with_handles.update(new)
         self._leases[number] = which, new
-        return CudaIpcAddress(self.number, BUFFERS, self.extent, which, len(new))
+        on_host = self.device.type == "cpu"
+        return CudaIpcAddress(self.number, BUFFERS, self.extent, which, len(new), on_host)
 
     def describe(self, receiver: ReceiverLink, reply: CopyReply) -> ControlMessage:
         """See `SenderEnd`."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import zmq
 
 from lazygt.errors import AccessDenied, ProtocolError, SecurityError, StoreLost
-from lazygt.net import listening
+from lazygt.net import listening, reliable
 from lazygt.net.channel import Keys
 from lazygt.net.connection import dial
 from lazygt.net.keys import derived
@@ -419,7 +419,7 @@ def test_refusal_by_store_is_protocol_error(client: StoreClient) -> None:
 
 @pytest.mark.parametrize(
     ("module", "failing"),
-    [(listening, "Guard"), (listening, "Monitor"), (listening, "Alarm"), (os, "eventfd")],
+    [(listening, "Guard"), (reliable, "Monitor"), (reliable, "Alarm"), (os, "eventfd")],
 )
 def test_server_that_cannot_open_gives_everything_back(
     module: ModuleType, failing: str, monkeypatch: pytest.MonkeyPatch
