@@ -23,7 +23,7 @@ from lazygt.machine.prices import axis_group_seconds
 from lazygt.session import Session
 from lazygt.settings import grouped
 from lazygt.simulation import DRY, LiveValue, Rehearsal
-from lazygt.simulation.rank_memory import ACTIVATIONS, KINDS
+from lazygt.simulation.node_costs import ACTIVATIONS, KINDS
 from lazygt.submit.memory_categories import GRADIENTS
 
 #: Settings of a session in which a step is one plan, however long.

@@ -25,8 +25,7 @@ _MODULES = {
     "lazygt.observe.picture": "render to_networkx",
     "lazygt.observe.timeline": "profile",
     "lazygt.observe.why": "why",
-    "lazygt.parallel.batch_norm": "local_batch_norm",
-    "lazygt.parallel.distribute": "distribute redistribute",
+    "lazygt.parallel.distribute": "distribute local_batch_norm redistribute",
     "lazygt.parallel.fsdp": "fully_shard shard_optimizer_state",
     "lazygt.parallel.fsdp_module": "FSDPModule",
     "lazygt.parallel.pipeline": "stage",
@@ -108,8 +107,8 @@ if TYPE_CHECKING:
     from lazygt.observe.picture import to_networkx as to_networkx
     from lazygt.observe.timeline import profile as profile
     from lazygt.observe.why import why as why
-    from lazygt.parallel.batch_norm import local_batch_norm as local_batch_norm
     from lazygt.parallel.distribute import distribute as distribute
+    from lazygt.parallel.distribute import local_batch_norm as local_batch_norm
     from lazygt.parallel.distribute import redistribute as redistribute
     from lazygt.parallel.fsdp import fully_shard as fully_shard
     from lazygt.parallel.fsdp import shard_optimizer_state as shard_optimizer_state

@@ -3,7 +3,7 @@
 from lazygt.errors import former_names
 from lazygt.observe.explain import DRY
 from lazygt.simulation.discrete_event import Deadlock, RankClass, Rehearsal, Simulated, Span
-from lazygt.simulation.node_times import node_seconds
+from lazygt.simulation.node_costs import node_seconds
 from lazygt.simulation.prediction import (
     CollectiveTime,
     LineCheck,

@@ -25,8 +25,7 @@ from lazygt.machine import Machine
 from lazygt.machine.extrapolation import Outside, outside
 from lazygt.machine.prices import axis_group_seconds
 from lazygt.runtime.plan import Plan
-from lazygt.simulation.node_times import Kernel, kernels_of
-from lazygt.simulation.rank_memory import KnownCategories, Memory, memory_of
+from lazygt.simulation.node_costs import Kernel, KnownCategories, Memory, kernels_of, memory_of
 
 _LAUNCHES = frozenset({LAUNCH, LAUNCH_})
 _END = object()
@@ -62,7 +61,7 @@ class RankClass:
     flops: int = 0  # of all ops; ``products``: flops of matrix products by dtype
     products: Counter[str] = field(default_factory=Counter)
     spans: list[Span] = field(default_factory=list)
-    #: (seconds, bytes of each of ``rank_memory.KINDS`` from then on)
+    #: (seconds, bytes of each of ``node_costs.KINDS`` from then on)
     alive: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     outside: Sequence[Outside] = ()  # ops beyond the sizes that the machine was calibrated for
 

@@ -29,7 +29,7 @@ from lazygt.observe.report import (
 from lazygt.observe.timeline import TimedRun, box, track_name, write_trace
 from lazygt.printing.tables import PlainTable, Printed, heading, section, summed
 from lazygt.simulation.discrete_event import RankClass, Simulated, Span
-from lazygt.simulation.rank_memory import KINDS, LiveMemory
+from lazygt.simulation.node_costs import KINDS, LiveMemory
 from lazygt.simulation.suggest import Suggestion, Trial, suggestions
 from lazygt.submit.memory_categories import OPTIMIZER, PARAMETERS
 
@@ -86,7 +86,7 @@ class Peak(NamedTuple):
 
     Attributes:
         rank, line: the rank, and the user's line that runs at the peak.
-        kinds: bytes by category (see ``simulation.rank_memory``); their sum is ``nbytes``.
+        kinds: bytes by category (see ``simulation.node_costs``); their sum is ``nbytes``.
         lines: the same by category and line, the largest first.
     """
 

@@ -29,9 +29,8 @@ from lazygt.runtime.plan_records import PlanRecord
 from lazygt.session import Session
 from lazygt.settings import grouped
 from lazygt.simulation.discrete_event import Rehearsal
-from lazygt.simulation.node_times import node_seconds
+from lazygt.simulation.node_costs import ACTIVATIONS, KnownCategories, node_seconds
 from lazygt.simulation.prediction import Prediction, SimulatedRun
-from lazygt.simulation.rank_memory import ACTIVATIONS, KnownCategories
 from lazygt.simulation.suggest import UNCHANGED, Trial, run_trials, trials
 from lazygt.submit.history import Flush
 from lazygt.submit.memory_categories import OTHER

@@ -18,7 +18,7 @@ from lazygt.machine.prices import (
     matmul_seconds,
     moving_seconds,
 )
-from lazygt.simulation.node_times import Kernel
+from lazygt.simulation.node_costs import Kernel
 
 #: 4 tiles of 100 x 10 at once, 1e9 operations a second.
 GPU = default_machine("cuda").with_values({

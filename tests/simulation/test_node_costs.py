@@ -19,7 +19,7 @@ from lazygt.machine import default_machine
 from lazygt.runtime.plan import Schedule
 from lazygt.settings import grouped
 from lazygt.simulation import DRY, LiveValue, Prediction, predict
-from lazygt.simulation.rank_memory import KINDS
+from lazygt.simulation.node_costs import KINDS
 
 pytestmark = pytest.mark.timeout(120)
 
