@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._prims_common import suggest_memory_format
+from torch.utils._pytree import tree_map
 
 from lazygt.errors import ProtocolError
 from lazygt.graph.flags import fills_new_memory
@@ -21,11 +22,21 @@ from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, returned_write
 from lazygt.graph.source import with_line
 from lazygt.record import pieces
 from lazygt.record.annotate import is_placed
+from lazygt.record.copies import host_copy
 from lazygt.record.custom.definitions import CustomOps
 from lazygt.record.custom.registry import is_custom
 from lazygt.record.host_values import blank, fill, remote_tensor, to_lazy
-from lazygt.record.rng import SessionGenerator
-from lazygt.record.tensor import NATIVE, Storage, is_lazy, rebind, storage_of, view_of, wrapper
+from lazygt.record.rng import SessionGenerator, host_generator
+from lazygt.record.tensor import (
+    NATIVE,
+    LazyTensor,
+    Storage,
+    is_lazy,
+    rebind,
+    storage_of,
+    view_of,
+    wrapper,
+)
 from lazygt.record.trace import Trace, TraceOwner, written_tensors
 from lazygt.record.untyped_storage import LazyStorage
 from lazygt.record.views import resize, same_shape_view, same_view, write
@@ -477,3 +488,49 @@ _HANDLERS: dict[Any, Handler] = {
     aten.set_.source_Storage: _set_storage,
     aten.set_.source_Storage_storage_offset: _set_storage,
 }
+
+
+# -- draws with a user's generator -----------------------------------------------------------------
+# The generator is an object of this process that other code may draw from, set and read at any
+# time, so its stream stays here. Operands that an op reads are fetched, which is a sync point; ops
+# that only fill a tensor (``normal_``, ``randperm``) read none.
+
+#: Ops that read only the shape of their first operand.
+_SHAPED = ("aten.rand_like", "aten.randn_like", "aten.randint_like")
+
+
+def draw_in_client(
+    recorder: OpRecorder, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a random op on CPU copies of its operands, and record its results as uploads."""
+    written = {id(t) for t in written_tensors(f, args, kwargs)}
+    reads_shape_only = f.name.startswith(_SHAPED)
+    #: id of a written CPU tensor -> (the CPU tensor, the lazy tensor)
+    results_by_id: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
+
+    def to_host(a: Any) -> Any:
+        """Return a CPU tensor for a lazy argument: its values, or uninitialised."""
+        if isinstance(a, torch.Generator):
+            return host_generator(a)
+        if not is_lazy(a):
+            return a
+        if id(a) not in written and not reads_shape_only:
+            return host_copy(a)
+        host_tensor = TensorMeta.of(a).empty("cpu")
+        if id(a) in written:
+            results_by_id[id(host_tensor)] = host_tensor, a
+        return host_tensor
+
+    def to_user(result: Any) -> Any:
+        """Return the user's tensor for a CPU result."""
+        if id(result) in results_by_id:
+            return results_by_id[id(result)][1]
+        return to_lazy(recorder, result) if isinstance(result, torch.Tensor) else result
+
+    host_args, host_kwargs = tree_map(to_host, (args, kwargs))
+    results = f.func(*host_args, **host_kwargs)
+    for host_tensor, target in results_by_id.values():
+        if host_tensor.shape != target.shape:
+            resize(target, TensorMeta.of(host_tensor))
+        recorder.record(aten.copy_.default, (target, host_tensor), {})
+    return tree_map(to_user, results)

@@ -22,10 +22,10 @@ from lazygt.graph.ops import UNDECLARED_WRITES, OpFacts, facts, writing_facts
 from lazygt.graph.source import CallSite, user_call_site
 from lazygt.record import annotate, host_values, views
 from lazygt.record.custom.definitions import CustomOps
-from lazygt.record.handlers import Handler, data_dependent, handler_of
+from lazygt.record.handlers import Handler, data_dependent, draw_in_client, handler_of
 from lazygt.record.infer import Inference
 from lazygt.record.miss import NUMBERS, on_miss
-from lazygt.record.rng import SessionGenerator, draw_in_client
+from lazygt.record.rng import SessionGenerator
 from lazygt.record.tensor import (
     DEVICE_0,
     STRIDED,

@@ -11,23 +11,16 @@ Workers on GPUs have a stream of their own, as GPUs do.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from lazygt.errors import WorkerDied, WorkerFrozen
 from lazygt.graph.meta import TensorMeta, intern
 from lazygt.graph.node import DEVICE, Node, Ref
-from lazygt.graph.ops import OpFacts
-from lazygt.record.copies import host_copy
 from lazygt.record.host_values import to_lazy
-from lazygt.record.tensor import NATIVE, LazyTensor, is_lazy
-from lazygt.record.trace import TraceOwner, written_tensors
-from lazygt.record.views import resize
-
-if TYPE_CHECKING:
-    from lazygt.record.handlers import OpRecorder
+from lazygt.record.tensor import NATIVE, LazyTensor
+from lazygt.record.trace import TraceOwner
 
 _SEED, _GET, _SET = "lazygt.manual_seed", "lazygt.get_rng_state", "lazygt.set_rng_state"
 _GPU_STATE_BYTES = 16
@@ -213,49 +206,3 @@ def discard_worker_state() -> None:
     for generator in _owners:
         generator.holds = False
     _owners.clear()
-
-
-# -- draws with a user's generator -----------------------------------------------------------------
-# The generator is an object of this process that other code may draw from, set and read at any
-# time, so its stream stays here. Operands that an op reads are fetched, which is a sync point; ops
-# that only fill a tensor (``normal_``, ``randperm``) read none.
-
-#: Ops that read only the shape of their first operand.
-_SHAPED = ("aten.rand_like", "aten.randn_like", "aten.randint_like")
-
-
-def draw_in_client(
-    recorder: OpRecorder, f: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a random op on CPU copies of its operands, and record its results as uploads."""
-    written = {id(t) for t in written_tensors(f, args, kwargs)}
-    reads_shape_only = f.name.startswith(_SHAPED)
-    #: id of a written CPU tensor -> (the CPU tensor, the lazy tensor)
-    results_by_id: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
-
-    def to_host(a: Any) -> Any:
-        """Return a CPU tensor for a lazy argument: its values, or uninitialised."""
-        if isinstance(a, torch.Generator):
-            return host_generator(a)
-        if not is_lazy(a):
-            return a
-        if id(a) not in written and not reads_shape_only:
-            return host_copy(a)
-        host_tensor = TensorMeta.of(a).empty("cpu")
-        if id(a) in written:
-            results_by_id[id(host_tensor)] = host_tensor, a
-        return host_tensor
-
-    def to_user(result: Any) -> Any:
-        """Return the user's tensor for a CPU result."""
-        if id(result) in results_by_id:
-            return results_by_id[id(result)][1]
-        return to_lazy(recorder, result) if isinstance(result, torch.Tensor) else result
-
-    host_args, host_kwargs = tree_map(to_host, (args, kwargs))
-    results = f.func(*host_args, **host_kwargs)
-    for host_tensor, target in results_by_id.values():
-        if host_tensor.shape != target.shape:
-            resize(target, TensorMeta.of(host_tensor))
-        recorder.record(torch.ops.aten.copy_.default, (target, host_tensor), {})
-    return tree_map(to_user, results)
