@@ -421,7 +421,9 @@ class RollbackRecovery:
         Raises:
             WorkerDied, WorkerFrozen: a worker ends meanwhile.
         """
-        self.journal.restart()
+        self.journal.restart()  # without a half-taken snapshot
+        # Answers that were deferred because of a suspected failure: the replay gives them again.
+        # The client drops them, since their fetched values lie in its arenas.
         for rank, answer, _ in self.suspected.take():
             if isinstance(answer, Done):
                 self._client.drop_answer(rank, answer)
@@ -448,7 +450,7 @@ class RollbackRecovery:
             answer = decode(frames, TO_CLIENT)
             if isinstance(answer, Restored) and answer.epoch == self._epoch:
                 waiting.discard(rank)
-            elif isinstance(answer, Done):
+            elif isinstance(answer, Done):  # of a run before the restore
                 self._client.drop_answer(rank, answer)
             elif isinstance(answer, Lost):
                 raise self._client.device_lost(rank, answer)

@@ -307,6 +307,9 @@ class Submitter:
     ) -> tuple[Recorded, Iterable[RemoteValue], Regions | None]:
         """Send the run of a trace and begin a new trace, without waiting.
 
+        Args:
+            plan: the trace's plan; None: it has no ops to run.
+
         Returns:
             The run, its outputs, and the regions of the fetched value's blocks by rank.
         """
@@ -315,12 +318,14 @@ class Submitter:
         self._recorder.next_trace()
         inputs = trace.release_inputs()
         provenance = self._provenance(trace.step, trace.call_sites, plan)
-        params, base = tuple(trace.params), self._client.id_of_next_output(0)
+        params = tuple(trace.params)
+        first_output = self._client.id_of_next_output(0)  # the run takes the ids from here on
+        fetched_from = (0,) if regions is None else tuple(regions)
         seq, values = self._client.run(
-            entry, inputs, params, wanted, provenance, reason, regions or (0,)
+            entry, inputs, params, wanted, provenance, reason, fetched_from
         )
-        frees = self._client.last_frees
-        run = Recorded(seq, base, plan, provenance, params, inputs, frees, trace.shown)
+        frees = self._client.last_frees  # a rollback needs these values again
+        run = Recorded(seq, first_output, plan, provenance, params, inputs, frees, trace.shown)
         self._record_run(run)
         return run, values, regions
 

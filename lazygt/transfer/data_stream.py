@@ -139,7 +139,7 @@ class TransferStream:
                 changed = yield from self._changed_routes(
                     {number: routes[number] for group in batch for number in group}
                 )
-                self._enqueue(self._batched(batch, changed))
+                self._enqueue(self._add_to_batchers(batch, changed))
                 self._send_requests()  # copied while the next batch is gathered
             self._enqueue({key: list(batcher.flush()) for key, batcher in self._batchers.items()})
             yield from self._run_until(self._is_finished)
@@ -275,20 +275,26 @@ class TransferStream:
         """Return rank and layout of a piece's requests."""
         return piece.rank, 0 if self._end.in_place else piece.layout
 
-    def _batched(
+    def _add_to_batchers(
         self, batch: Batch, changed: Mapping[int, Sequence[Route]]
     ) -> dict[tuple[int, int], list[Request]]:
-        """Return the requests that a batch completes, by rank and layout."""
-        completed: dict[tuple[int, int], list[Request]] = {}
-        for group in batch:
-            chunks: dict[tuple[int, int], list[Route]] = {}
-            for piece in itertools.chain.from_iterable(changed[number] for number in group):
-                chunks.setdefault(self._queue_of(piece), []).append(piece)
-            for key, chunk in chunks.items():
+        """Add a batch to the batchers; return the requests that are full now, by rank and layout.
+
+        The batchers retain the rest for later batches, and for a flush at the end.
+
+        Args:
+            changed: the routes to send, by parameter.
+        """
+        full: dict[tuple[int, int], list[Request]] = {}
+        for group in batch:  # parameters that share requests
+            routes_by_queue: dict[tuple[int, int], list[Route]] = {}
+            for part in itertools.chain.from_iterable(changed[number] for number in group):
+                routes_by_queue.setdefault(self._queue_of(part), []).append(part)
+            for key, routes in routes_by_queue.items():
                 if key not in self._batchers:
                     self._batchers[key] = Batcher(self._end.threshold, self._end.unit)
-                completed.setdefault(key, []).extend(self._batchers[key].add(chunk))
-        return completed
+                full.setdefault(key, []).extend(self._batchers[key].add(routes))
+        return full
 
     def _enqueue(self, requests: Mapping[tuple[int, int], Sequence[Request]]) -> None:
         """Append requests to the ranks' queues, round-robin over the layouts."""

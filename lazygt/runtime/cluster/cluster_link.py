@@ -89,7 +89,7 @@ class ClusterLink:
         self.upload = arena if self._local is None else self._local.upload
         directory = self._local.name if self._local else f"lazygt-{secrets.token_hex(8)}"
         self.name = name or directory
-        self.status = self._status_pages()
+        self.status = self._open_status_file()
         self._relay = Relay(self.status)
         self._hosts, self._launcher = [host for host, _ in hosts], launcher
         #: rank -> its remote host; the other ranks are on this host
@@ -133,14 +133,18 @@ class ClusterLink:
             store.close()
             raise
 
-    def _status_pages(self) -> StatusFile:
-        """Return the status file of all ranks: that of the ranks here, if there are any."""
+    def _open_status_file(self) -> StatusFile:
+        """Return the file with the status of each rank of all hosts, for ``lazygt top``.
+
+        It is the local link's, which has room for all ranks; without one, a new file, closed with
+        this link.
+        """
         if self._local is not None and self._local.status is not None:
             return self._local.status
         descriptor = StatusFile.create(self.world_size)
-        pages = StatusFile(descriptor)
-        self._close_pages = weakref.finalize(self, _close_pages, pages, descriptor)
-        return pages
+        status_file = StatusFile(descriptor)
+        self._status_finalizer = weakref.finalize(self, _close_status, status_file, descriptor)
+        return status_file
 
     def _register_host(self, host: RemoteHost) -> None:
         """Register a host's descriptor, and send it the uploads."""
@@ -403,7 +407,7 @@ class ClusterLink:
         if self._store is not None:
             self._store.close()
         if self._local is None:
-            self._close_pages()
+            self._status_finalizer()
         if self._local is None and self.upload is not None:
             self.upload.close()
 
@@ -413,9 +417,9 @@ class ClusterLink:
             raise LazyGTError("the link to the workers is closed")
 
 
-def _close_pages(pages: StatusFile, descriptor: int) -> None:
+def _close_status(status_file: StatusFile, descriptor: int) -> None:
     """Close the status file of a link without workers on this host."""
-    pages.close()
+    status_file.close()
     os.close(descriptor)
 
 

@@ -186,22 +186,26 @@ def _writes_through_moving_views(schedule: Schedule, changing: Collection[int]) 
 
 
 def steady_writes(schedule: Schedule, segment: GraphSegment, steady: set[int]) -> set[int]:
-    """Return the new versions of steady values that a segment writes in place: also steady.
+    """Return the values that share the address of a steady one, so that CUDA graphs read them.
+
+    They are the results of a segment's in-place writes to steady values; a write to a copy has a
+    new address.
 
     Args:
         steady: numbers of the values with the same address in each run.
     """
-    first = len(schedule.graph.inputs)
-    versions: set[int] = set()
+    first_result = len(schedule.graph.inputs)
+    sharing: set[int] = set()
     for number, node in enumerate(schedule.graph.nodes[: segment.end]):
         if number >= segment.first:
-            modes = schedule.writes.modes[number]
+            modes = schedule.writes.modes[number]  # of each written value: in place, or to a copy
             for offset, (target, mode) in enumerate(zip(_written(node), modes, strict=True)):
-                if mode != COPY and target in steady | versions:
-                    fresh = 0 if node.op == WRITE_BACK else len(node.fresh)
-                    versions.add(first + fresh + offset)
-        first += len(node.results)
-    return versions
+                if mode != COPY and target in steady | sharing:
+                    # a node's written values follow its new ones; a write-back has only the former
+                    new_outputs = 0 if node.op == WRITE_BACK else len(node.fresh)
+                    sharing.add(first_result + new_outputs + offset)
+        first_result += len(node.results)
+    return sharing
 
 
 def _written(node: Node) -> tuple[int, ...]:

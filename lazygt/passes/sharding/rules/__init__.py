@@ -45,25 +45,26 @@ def strategies_of(node: Node, metas: Metas, axis_size: int) -> tuple[Strategy, .
         metas: the meta of every value of the node's graph, by number.
     """
     replicated = Strategy((R,) * len(node.refs()), (R,) * len(node.results))
-    strategies = {_placement_key(replicated): replicated}
+    strategies = {_deduplication_key(replicated): replicated}
     rules = () if node.op == FUSED or node.dynamic else rules_of(node.op)
     call = Call(node, metas, axis_size)
     dtypes = _tensor_dtypes(call) if rules else ()
     for strategy in _rule_strategies(rules, call):
         if not _reducible(strategy, dtypes):
             continue
-        existing = strategies.get(_placement_key(strategy))
+        existing = strategies.get(_deduplication_key(strategy))
         if (
             existing is None or existing is replicated
         ):  # a rule may define the program on full values
-            strategies[_placement_key(strategy)] = strategy
+            strategies[_deduplication_key(strategy)] = strategy
     return tuple(strategies.values())
 
 
-def _placement_key(strategy: Strategy) -> tuple[object, ...]:
-    """Return the key that deduplicates strategies: placements, and collectives if needed.
+def _deduplication_key(strategy: Strategy) -> tuple[object, ...]:
+    """Return the key that deduplicates strategies: their placements.
 
-    Strategies with an explicit ``share`` may have the same placements and other collectives.
+    Strategies that state the fraction of the arithmetic on the busiest rank (`Strategy.share`) are
+    alternatives with equal placements, so their collectives are part of the key.
     """
     collectives = None if strategy.share is None else strategy.comm
     return strategy.inputs, strategy.outputs, collectives
