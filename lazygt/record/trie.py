@@ -42,6 +42,7 @@ class TrieNode:
         backward: autograd ran the op.
         nbytes: bytes on a rank of the values up to here, including those of handles that died since
             the last count.
+        operands: metas of the values that the op reads, in the order of ``Node.refs``, once noted.
         placed: a value up to here is placed on the mesh.
         moves: the op's position is a run-time number.
         native: the same step in the native recorder, once it has reached the step.
@@ -51,8 +52,8 @@ class TrieNode:
 
     __slots__ = (
         "backward", "children", "depth", "facts", "first", "forward", "full", "input", "inputs",
-        "itself", "key", "make", "moves", "native", "nbytes", "node", "numbers", "ops", "params",
-        "parent", "pitch", "placed", "plans", "values", "view_ops",
+        "itself", "key", "make", "moves", "native", "nbytes", "node", "numbers", "operands", "ops",
+        "params", "parent", "pitch", "placed", "plans", "values", "view_ops",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +77,7 @@ class TrieNode:
         self.native: Any = None
         self.itself = self.moves = False
         self.view_ops: tuple[ViewOp, ...] | None = None
+        self.operands: tuple[TensorMeta | None, ...] | None = None
         self.pitch: int | None = None
         self.make: TensorMeta | None = None
         self.placed: bool = parent is not None and (parent.placed or _is_placed(node, key))
@@ -110,7 +112,25 @@ class TrieNode:
         step.placed = parent.placed or self.placed
         step.make, step.itself, step.pitch = self.make, self.itself, self.pitch
         step.numbers, step.view_ops, step.moves = self.numbers, self.view_ops, self.moves
+        step.operands = self.operands
         return step
+
+    def note_operands(self) -> tuple[TensorMeta | None, ...]:
+        """Return ``operands``; note them up to here, and below as far as the path does not fork."""
+        if self.operands is None:
+            metas: dict[int, TensorMeta | None] = {}
+            steps = self.path()
+            while len(steps[-1].children) == 1:
+                steps += steps[-1].children.values()
+            for step in steps:
+                if step.node is None:
+                    metas[-step.inputs] = step.input
+                    continue
+                if step.operands is None:
+                    step.operands = tuple(map(metas.get, step.node.refs()))
+                metas.update(enumerate(step.node.results, step.first))
+            assert self.operands is not None
+        return self.operands
 
     def forget(self, child: TrieNode) -> None:
         """Remove a child step, here and in the native recorder."""
