@@ -24,6 +24,9 @@ from lazygt.passes.sharding.marks import MARKS
 from lazygt.record.positions import Places
 from lazygt.record.tensor import NATIVE, ViewOp
 
+#: Plans of every step at which no trace has ended; stays empty.
+_NO_PLANS: dict[tuple[int, ...], Any] = {}
+
 
 class TrieNode:
     """Recorded step of a trace.
@@ -66,7 +69,7 @@ class TrieNode:
     ) -> None:
         self.parent, self.key, self.node, self.input, self.facts = parent, key, node, input, facts
         self.children: dict[Any, TrieNode] = {}
-        self.plans: dict[tuple[int, ...], Any] = {}
+        self.plans: dict[tuple[int, ...], Any] = _NO_PLANS
         self.depth = self.nbytes = self.ops = self.values = self.params = self.inputs = 0
         if parent is not None:
             self.depth, self.nbytes = parent.depth + 1, parent.nbytes
@@ -101,7 +104,7 @@ class TrieNode:
         # without ``__init__``, which would compute known values again: many are made at a time
         step = TrieNode.__new__(TrieNode)
         step.parent, step.key, step.node, step.facts = parent, self.key, self.node, self.facts
-        step.input, step.children, step.plans, step.native = self.input, {}, {}, None
+        step.input, step.children, step.plans, step.native = self.input, {}, _NO_PLANS, None
         step.depth, step.nbytes = parent.depth + 1, parent.nbytes
         step.ops = parent.ops + self.ops - before.ops
         step.inputs = parent.inputs + self.inputs - before.inputs
@@ -260,6 +263,8 @@ class TraceTrie:
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
         """Store a plan of ``nbytes`` bytes at the last step of its trace; return evicted plans."""
         self.reached(step)
+        if step.plans is _NO_PLANS:
+            step.plans = {}
         step.plans[outputs] = plan
         evicted = self._recent.keep(id(plan), (step, outputs), nbytes)
         dropped = [self._remove_plan(location, step) for _, location in evicted]

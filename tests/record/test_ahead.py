@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 import lazygt
 from lazygt.record import repeats
+from lazygt.record.bridge import NativeRecorder
 from lazygt.record.repeats import Repeat
+from lazygt.record.tensor import NATIVE
 from lazygt.record.trie import TraceTrie, TrieNode
 from tests.passes.sized import SIZED, accepted, start
 from tests.property.programs import Step
@@ -169,6 +172,35 @@ def test_a_new_length_is_a_few_misses(missed: list[Any], added: list[TrieNode]) 
     assert ours == trained("cpu", lengths)
     assert len(added) > 100
     assert len(missed) < 20
+
+
+def test_new_length_runs_no_meta_kernel() -> None:
+    """The shape rules answer for each op of a transformer, also on strided operands."""
+    counts: list[int] = []
+    with lazygt.session(launcher="inline", compile="off") as s:
+        lengths = [20, 20, 20, 30, 31, 37, 29]
+        ours = trained("lazygt", lengths, lambda: counts.append(s.stats()["ops_inferred"]))
+        counts.append(s.stats()["ops_inferred"])
+    assert ours == trained("cpu", lengths)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.skipif(NATIVE is None, reason="every op is recorded in Python")
+def test_new_length_is_found_by_the_native_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefetched steps are known to C++ too, also those whose arguments are sizes."""
+    in_python: list[str] = []
+    step_for = NativeRecorder.step_for
+
+    def noted(recorder: NativeRecorder, f: Any, args: Any, kwargs: Any) -> TrieNode:
+        in_python.append(f.name)
+        return step_for(recorder, f, args, kwargs)
+
+    monkeypatch.setattr(NativeRecorder, "step_for", noted)
+    lengths = [20, 20, 20, 30, 31, 37, 29]
+    with lazygt.session(launcher="inline", compile="off"):
+        ours = trained("lazygt", lengths, in_python.clear)
+    assert ours == trained("cpu", lengths)
+    assert len(in_python) < 20, Counter(in_python)
 
 
 # -- what does not come true -----------------------------------------------------------------------
