@@ -64,7 +64,7 @@ class Differences:
         self, number: int, new_meta: TensorMeta | None, old_meta: TensorMeta | None
     ) -> None:
         """Add the differences between the metas of one value in the new and the old trace."""
-        if new_meta is old_meta or new_meta == old_meta:
+        if new_meta is old_meta:
             return
         self.values[number] = new_meta
         if new_meta is None or old_meta is None:

@@ -70,6 +70,14 @@ def _mse(source: TensorMeta, target: TensorMeta, reduction: int = 1) -> Metas | 
     return (contiguous((), source.dtype),)
 
 
+def _mse_backward(
+    grad: TensorMeta, source: TensorMeta, target: TensorMeta, reduction: int
+) -> Metas | None:
+    """Shape rule of the backward of squared errors of row-major tensors."""
+    fits = _mse(source, target, reduction) == (grad,)
+    return (source,) if fits and source.plain and target.plain else None
+
+
 def _layer_norm(
     source: TensorMeta,
     shape: Shape,
@@ -210,6 +218,7 @@ LAYERS: dict[str, Rule] = {
     "aten.nll_loss_forward.default": _nll,
     "aten.nll_loss_backward.default": _nll_backward,
     "aten.mse_loss.default": _mse,
+    "aten.mse_loss_backward.default": _mse_backward,
     "aten.native_layer_norm.default": _layer_norm,
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
     "aten.embedding.default": _embedding,

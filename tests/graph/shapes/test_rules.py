@@ -303,6 +303,13 @@ def mse(draw: Draw) -> Call:
     return [t, target, *perhaps(draw, [], [draw(st.integers(0, 2))])], {}
 
 
+def mse_backward(draw: Draw) -> Call:
+    (t, target, *_), _ = mse(draw)
+    reduction = draw(st.integers(0, 2))
+    grad = contiguous(perhaps(draw, () if reduction else t.shape, t.shape), t.dtype)
+    return [grad, t, target, reduction], {}
+
+
 def select_backward(draw: Draw) -> Call:
     t, size = tensor(draw), draw(SIZES)
     dim = dim_of(draw, t, extra=1)
@@ -444,6 +451,7 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
     "aten.mse_loss.default": mse,
+    "aten.mse_loss_backward.default": mse_backward,
     "aten.select_backward.default": select_backward,
     "aten.copy_.default": copied_into,
     "aten.zero_.default": alone,
