@@ -113,7 +113,8 @@ def _inferred(
     operands = [values.get(ref, meta) for ref, meta in zip(refs, old.note_operands(), strict=True)]
     if samples is None or NoneType in map(type, operands):
         return None
-    results = inference.by_rule(f, *call, dict(zip(refs, operands, strict=True)), samples)
+    metas: dict[int, Any] = dict(zip(refs, operands, strict=True))
+    results = inference.by_rule(f, *call, metas, samples)
     if results is None:
         return None
     fresh, written, numbers = results
