@@ -126,6 +126,20 @@ class Node:
         """Metas of every value that the node defines."""
         return self.fresh + self.written
 
+    def resized(
+        self,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        fresh: tuple[TensorMeta | None, ...],
+        written: tuple[TensorMeta, ...],
+    ) -> Node:
+        """Return the same op on the same values in other sizes; the refs of ``args`` are equal."""
+        node = Node(self.op, args, kwargs, fresh, self.writes, written)
+        _set_refs(node, self._refs)
+        if args is self.args and kwargs is self.kwargs:
+            _set_sizes(node, self._sizes)
+        return node
+
     def refs(self) -> tuple[int, ...]:
         """Return the numbers of the values the node reads, in argument order, with repeats."""
         numbers = self._refs

@@ -86,6 +86,11 @@ class SymbolicGraph:
         for meta in graph.inputs:
             symbols.meta(meta)
         self._node_symbols = [symbols.node(node) for node in graph.nodes]
+        #: for each node whether symbols are in more than the metas of its results
+        self._own_symbols = [
+            node.body is not None or node.dynamic or bool(symbols.arguments(node))
+            for node in graph.nodes
+        ]
         self._numbers = symbols.numbers
         self.count = len(symbols.numbers)
 
@@ -107,9 +112,9 @@ class SymbolicGraph:
             return first
         rewriting = _FromSymbols(sizes)
         nodes = [
-            first_node if symbols.isdisjoint(changed) else rewriting.node(node)
-            for node, first_node, symbols in zip(
-                self.graph.nodes, first.nodes, self._node_symbols, strict=True
+            first_node if symbols.isdisjoint(changed) else rewriting.resized(node, first_node, own)
+            for node, first_node, symbols, own in zip(
+                self.graph.nodes, first.nodes, self._node_symbols, self._own_symbols, strict=True
             )
         ]
         inputs = tuple([rewriting.meta(meta) for meta in self.graph.inputs])
@@ -230,6 +235,19 @@ class _FromSymbols(_Rewriting):
         super().__init__()
         self._sizes = sizes
 
+    def resized(self, node: Node, first: Node, own_symbols: bool) -> Node:
+        """Return the rewritten node.
+
+        Args:
+            first: the node in the first sizes.
+            own_symbols: symbols are in more than the metas of its results.
+        """
+        if own_symbols:
+            return self.node(node)
+        fresh = tuple([None if meta is None else self.meta(meta) for meta in node.fresh])
+        written = tuple([self.meta(meta) for meta in node.written])
+        return first.resized(first.args, first.kwargs, fresh, written)
+
     def number(self, number: int) -> int:
         return number if number < MIN_SYMBOLIC_SIZE else self._sizes[number - MIN_SYMBOLIC_SIZE]
 
@@ -269,9 +287,7 @@ class _SymbolsIn:
 
     def node(self, node: Node) -> frozenset[int]:
         """Return the symbols of a node and of its members."""
-        symbols: set[int] = set()
-        for arg in (node.args, *[arg for _, arg in node.kwargs]):
-            self._arg(arg, symbols)
+        symbols = self.arguments(node)
         for meta in node.results:
             if meta is not None:
                 symbols |= self.meta(meta)
@@ -281,6 +297,13 @@ class _SymbolsIn:
             symbols.update(*[self.node(member) for member in node.body.nodes])
         self.numbers |= symbols
         return frozenset(symbols)
+
+    def arguments(self, node: Node) -> set[int]:
+        """Return the symbols of a node's arguments."""
+        symbols: set[int] = set()
+        for arg in (node.args, *[arg for _, arg in node.kwargs]):
+            self._arg(arg, symbols)
+        return symbols
 
     def meta(self, meta: TensorMeta) -> frozenset[int]:
         """Return the symbols of a meta."""

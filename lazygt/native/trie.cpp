@@ -36,6 +36,77 @@ MetaP named_in(const Words& key) {
   return names ? MetaP::reclaim_copy(reinterpret_cast<Meta*>(key[1])) : MetaP();
 }
 
+// The end of the argument that begins at a word of a key.
+size_t end_of(const Words& key, size_t at) {
+  const uint64_t head = key[at];
+  switch (tag_of(head)) {
+    case WIDE_INT:
+    case DOUBLE:
+      return at + 2;
+    case COMPLEX:
+      return at + 3;
+    case STRING:
+      return at + 1 + size_t((head & PAYLOAD) + 7) / 8;
+    case LIST: {
+      size_t end = at + 1;
+      for (uint64_t items = head & PAYLOAD; items > 0 && end < key.size(); --items) end = end_of(key, end);
+      return end;
+    }
+    default:
+      return at + 1;
+  }
+}
+
+// Puts an int, or a tuple of ints, in a key; false: it is neither.
+bool put_ints(Words& key, PyObject* value) {
+  if (PyLong_CheckExact(value)) {
+    int overflow = 0;
+    const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+    if (overflow == 0) key.put_int(number);
+    return overflow == 0;
+  }
+  if (!PyTuple_CheckExact(value)) return false;
+  const Py_ssize_t items = PyTuple_GET_SIZE(value);
+  key.put(word(LIST, uint64_t(items)));
+  for (Py_ssize_t i = 0; i < items; ++i) {
+    PyObject* item = PyTuple_GET_ITEM(value, i);
+    if (!PyLong_CheckExact(item) || !put_ints(key, item)) return false;
+  }
+  return true;
+}
+
+// Puts other ints in a key: those of `made`, a key in Python, where it has another object than `old`.
+// False: the keys differ in more than `positional` ints and lists of them, or in their lengths.
+bool put_sizes(Words& key, py::handle made, py::handle old, Py_ssize_t positional) {
+  if (!PyTuple_CheckExact(made.ptr()) || !PyTuple_CheckExact(old.ptr())) return false;
+  const Py_ssize_t length = PyTuple_GET_SIZE(made.ptr());
+  if (length != PyTuple_GET_SIZE(old.ptr()) || positional >= length) return false;
+  Words sized;
+  sized.put(key[0]);
+  size_t at = 1;
+  for (Py_ssize_t i = 1; i < length; ++i) {
+    PyObject *now = PyTuple_GET_ITEM(made.ptr(), i), *before = PyTuple_GET_ITEM(old.ptr(), i);
+    if (i > positional) {
+      if (now != before) return false;
+      continue;
+    }
+    if (at >= key.size()) return false;
+    const size_t end = end_of(key, at);
+    if (end > key.size()) return false;
+    const Tag tag = tag_of(key[at]);
+    if (now == before) {
+      sized.append(key.begin() + at, key.begin() + end);
+    } else if ((tag != INT && tag != LIST) || !put_ints(sized, now)) {
+      return false;
+    }
+    at = end;
+  }
+  sized.append(key.begin() + at, key.end());
+  if (sized.size() != key.size()) return false;
+  key = std::move(sized);
+  return true;
+}
+
 bool all_of(const std::vector<Out>& outs, Out kind) {
   return std::all_of(outs.begin(), outs.end(), [&](Out out) { return out == kind; });
 }
@@ -178,10 +249,13 @@ void add_again(py::handle parent, py::handle made, py::handle before, py::handle
   auto get = [](py::handle of, PyObject* name) { return checked(PyObject_GetAttr(of.ptr(), name)); };
   if (get(before, native).is_none() || get(old, native).is_none()) return;  // Python alone was there
   auto node = get(made, node_name), input = get(made, input_name);
-  if (input.is_none() && !get(made, key_name).is(get(old, key_name))) return;
   auto from = step_of(old);
   Words key = step_of(before)->key_of(from.get());
   if (key.empty()) return;
+  if (input.is_none()) {
+    auto known = get(old, key_name), now = get(made, key_name);
+    if (!now.is(known) && !put_sizes(key, now, known, py::ssize_t(py::len(attribute(node, "args"))))) return;
+  }
   const MetaP entering = input.is_none() ? MetaP() : meta_of(input);
   if (entering) key[1] = meta_word(entering);
   auto step = step_of(made);

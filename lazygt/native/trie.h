@@ -67,7 +67,8 @@ void prepare(Step& step, const Facts& f);
 // The view kinds of a step, made once; needs the GIL.
 const c10::SmallVector<ViewKindP, 1>& kinds_of(Step& step);
 // Adds the step of a TrieNode below another's as it was added, below `before`, for an earlier one: by
-// the same key, but for how an input looks. Both do the same, perhaps in other sizes. Needs the GIL.
+// the same key, but for how an input looks, and for sizes among an op's arguments. Both do the same,
+// perhaps in other sizes. Needs the GIL.
 void add_again(py::handle parent, py::handle made, py::handle before, py::handle old);
 void set_view_ops(py::object view_ops);  // record.views.view_ops
 }  // namespace lazygt

@@ -10,6 +10,7 @@ Steps that the trace does not reach are removed again (``TraceTrie.reached``).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, Protocol
 
 from lazygt.graph.meta import TensorMeta, contiguous_stride, intern
@@ -17,7 +18,7 @@ from lazygt.graph.node import Arg, Node, Param
 from lazygt.graph.ops import MASKABLE
 from lazygt.graph.sizes import size_positions, sizes_in
 from lazygt.record.infer import SAMPLES, Inference
-from lazygt.record.repeats import Call, Repeat, counts
+from lazygt.record.repeats import Call, Differences, Repeat
 from lazygt.record.tensor import NATIVE
 from lazygt.record.trie import TraceTrie, TrieNode
 
@@ -42,20 +43,19 @@ def prefetch_steps(trace: Recording) -> None:
     The prefetch ends at a fork, at a step with uncertain results, and after
     ``prefetch_count`` steps.
     """
-    repeat, trie = trace.repeat, trace.trie
-    if repeat.last_step is None or repeat.counterpart is None:
+    repeat, trie, inference = trace.repeat, trace.trie, trace.inference
+    last, counterpart = repeat.last_step, repeat.counterpart
+    if last is None or counterpart is None:
         return
-    prefetched = [(repeat.last_step, repeat.counterpart)]
-    while len(prefetched) <= repeat.prefetch_count:
-        last, counterpart = prefetched[-1]
-        if len(counterpart.children) != 1:
-            break
+    prefetched = [(last, counterpart)]
+    while len(prefetched) <= repeat.prefetch_count and len(counterpart.children) == 1:
         (old,) = counterpart.children.values()
-        new = _next_counterpart(trace.inference, repeat, last, old)
+        new = _next_counterpart(inference, repeat.differences, last, old)
         if new is None or not trie.add_ahead(new):
             break
         repeat.go_on(new, old)
         prefetched.append((new, old))
+        last, counterpart = new, old
     if len(prefetched) > 1:
         repeat.prefetched = prefetched
         if NATIVE is not None:
@@ -63,10 +63,10 @@ def prefetch_steps(trace: Recording) -> None:
 
 
 def _next_counterpart(
-    inference: Inference, repeat: Repeat, parent: TrieNode, old: TrieNode
+    inference: Inference, differences: Differences, parent: TrieNode, old: TrieNode
 ) -> TrieNode | None:
     """Return the copy of step ``old`` below ``parent``; None: only recording can tell."""
-    node, differences = old.node, repeat.differences
+    node = old.node
     if old.placed:
         return None
     if node is None:
@@ -78,11 +78,11 @@ def _next_counterpart(
     if node.dynamic:
         return None
     same_call = differences.resized.isdisjoint(sizes_in(node))
-    if same_call and differences.values.isdisjoint(node.refs()):
+    if same_call and differences.values.keys().isdisjoint(node.refs()):
         new = old.copy_below(parent)
     else:
-        inferred = _inferred(inference, repeat, parent, old, same_call)
-        if inferred is None or counts(inferred) != counts(old):
+        inferred = _inferred(inference, differences, parent, old, same_call)
+        if inferred is None:
             return None
         new = inferred
     new.forward, new.backward = old.forward, old.backward
@@ -91,37 +91,44 @@ def _next_counterpart(
 
 def _inferred(
     inference: Inference,
-    repeat: Repeat,
+    differences: Differences,
     parent: TrieNode,
     old: TrieNode,
     same_call: bool,
 ) -> TrieNode | None:
     """Return the copy of an op whose results may differ, inferred by rule; None: none applies."""
-    node, f = old.node, old.facts
+    node, f, before = old.node, old.facts, old.parent
     assert node is not None
+    assert before is not None
     if f is None or old.moves or f.dynamic or f.name in MASKABLE:
         return None
     key, call = old.key, (node.args, node.kwargs)
     if not same_call:
-        resized = _resized_call(node, key, repeat.differences.sizes)
+        resized = _resized_call(node, key, differences.sizes)
         if resized is None:
             return None
         key, call = resized
-    params = _samples(node, old.key)
-    metas = repeat.metas(node)
-    if params is None or metas is None:
+    samples = [] if old.params == before.params else _samples(node, old.key)
+    refs, values = node.refs(), differences.values
+    operands = [values.get(ref, meta) for ref, meta in zip(refs, old.note_operands(), strict=True)]
+    if samples is None or NoneType in map(type, operands):
         return None
-    results = inference.by_rule(f, *call, metas, params)
+    metas: dict[int, Any] = dict(zip(refs, operands, strict=True))
+    results = inference.by_rule(f, *call, metas, samples)
     if results is None:
         return None
+    fresh, written, numbers = results
+    if len(fresh) != len(node.fresh) or len(written) != len(node.written):
+        return None
+    step = old.copy_below(parent)
+    step.operands = tuple(operands)
     if same_call and results == (node.fresh, node.written, old.numbers):
-        return old.copy_below(parent)
-    new_node = Node(f.name, *call, results.fresh, node.writes, results.written)
-    step = TrieNode(parent, key, new_node, facts=f)
-    step.numbers = results.ints
-    step.itself = old.itself and new_node.written == (metas[node.writes[0]],)
-    if f.views:
-        step.make = None
+        return step
+    step.key, step.node = key, node.resized(*call, fresh, written)
+    step.numbers, step.view_ops = numbers, None
+    step.itself = old.itself and written == (operands[refs.index(node.writes[0])],)
+    if old.make is not None:
+        step.make = fresh[0]
     return step
 
 

@@ -35,13 +35,13 @@ class Differences:
     """Differences between a trace and the earlier one that it repeats in other sizes.
 
     Attributes:
-        values: numbers of the values with other metas.
+        values: number of each value with another meta -> its meta in this trace.
         sizes: old size -> new size in the shapes of these values; None: several new sizes.
         resized: the old sizes that have another new size, or several.
     """
 
     def __init__(self) -> None:
-        self.values: set[int] = set()
+        self.values: dict[int, TensorMeta | None] = {}
         self.sizes: dict[int, int | None] = {}
         self.resized: set[int] = set()
 
@@ -55,13 +55,18 @@ class Differences:
             for number, (new_meta, old_meta) in enumerate(pairs, new.first):
                 self._note_value(number, new_meta, old_meta)
 
+    def forget_after(self, step: TrieNode) -> None:
+        """Forget the differences of values that come after a step."""
+        reached = range(-step.inputs, step.values)
+        self.values = {value: meta for value, meta in self.values.items() if value in reached}
+
     def _note_value(
         self, number: int, new_meta: TensorMeta | None, old_meta: TensorMeta | None
     ) -> None:
         """Add the differences between the metas of one value in the new and the old trace."""
-        if new_meta is old_meta or new_meta == old_meta:
+        if new_meta is old_meta:
             return
-        self.values.add(number)
+        self.values[number] = new_meta
         if new_meta is None or old_meta is None:
             return
         for new_size, old_size in zip(new_meta.shape, old_meta.shape, strict=False):
@@ -83,8 +88,7 @@ class Repeat:
     """
 
     __slots__ = (
-        "_metas", "_trie", "counterpart", "differences", "last_step", "prefetch_count",
-        "prefetched",
+        "_trie", "counterpart", "differences", "last_step", "prefetch_count", "prefetched",
     )  # fmt: skip
 
     def __init__(self, trie: TraceTrie) -> None:
@@ -94,8 +98,6 @@ class Repeat:
         self.prefetch_count = _FIRST_PREFETCH
         self._trie = trie
         self.differences = Differences()
-        #: metas of this trace's values, once they are needed
-        self._metas: dict[int, TensorMeta | None] | None = None
 
     def op(self, parent: TrieNode, key: tuple[Any, ...], f: OpFacts) -> TrieNode | None:
         """Return the earlier trace's step that a new op below ``parent`` repeats, or None."""
@@ -119,7 +121,7 @@ class Repeat:
         """
         node = step.node
         assert node is not None
-        if step.key != key or not self.differences.values.isdisjoint(node.refs()):
+        if step.key != key or not self.differences.values.keys().isdisjoint(node.refs()):
             return None
         return step.copy_below(parent)
 
@@ -135,20 +137,6 @@ class Repeat:
         self.last_step, self.counterpart = new, step
         if new.node is not step.node or new.input is not step.input:
             self.differences.note(new, step)
-        if self._metas is not None:
-            _add_results(new, self._metas)
-
-    def metas(self, node: Node) -> dict[int, TensorMeta] | None:
-        """Return the metas of a node's operands in this trace; None if one is unknown."""
-        if self._metas is None:
-            assert self.last_step is not None
-            self._metas = {}
-            for step in self.last_step.path():
-                _add_results(step, self._metas)
-        metas = {number: self._metas.get(number) for number in node.refs()}
-        if None in metas.values():
-            return None
-        return metas  # type: ignore[return-value]
 
     def _next(self, parent: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
         """Return the counterpart of a new step, in the followed trace or in another."""
@@ -178,6 +166,7 @@ class Repeat:
             and self.prefetched[position][0] is parent
         ):
             self.last_step, self.counterpart = self.prefetched[position]
+            self.differences.forget_after(parent)
         self.prefetched = []
 
     def _search_last_fork(self, parent: TrieNode, key: Any, fits: Fits) -> TrieNode | None:
@@ -196,7 +185,7 @@ class Repeat:
             elif not fits(candidate):
                 step = None
             if step is not None:
-                self.differences, self._metas = differences, None
+                self.differences = differences
                 return step
         return None
 
@@ -262,14 +251,6 @@ def _has_same_rank_and_dtype(step: TrieNode, meta: TensorMeta) -> bool:
 def counts(step: TrieNode) -> tuple[int, int, int]:
     """Return the numbers of values, run-time numbers and inputs up to a step."""
     return step.values, step.params, step.inputs
-
-
-def _add_results(step: TrieNode, metas: dict[int, TensorMeta | None]) -> None:
-    """Add the metas of a step's results, by number."""
-    if step.node is None:
-        metas[-step.inputs] = step.input
-    else:
-        metas.update(enumerate(step.node.results, step.first))
 
 
 def call_of(step: TrieNode, key: tuple[Any, ...]) -> Call | None:

@@ -24,6 +24,9 @@ from lazygt.passes.sharding.marks import MARKS
 from lazygt.record.positions import PositionsByPoint
 from lazygt.record.tensor import NATIVE, ViewOp
 
+#: Plans of every step at which no trace has ended; stays empty.
+_NO_PLANS: dict[tuple[int, ...], Any] = {}
+
 
 class TrieNode:
     """Recorded step of a trace.
@@ -44,6 +47,7 @@ class TrieNode:
         backward: autograd ran the op.
         nbytes: bytes on a rank of the values up to here, including those of handles that died since
             the last count.
+        operands: metas of the values that the op reads, in the order of ``Node.refs``, once noted.
         placed: a value up to here is placed on the mesh.
         moves: the op's position is a run-time number.
         native: the same step in the native recorder, once it has reached the step.
@@ -53,8 +57,8 @@ class TrieNode:
 
     __slots__ = (
         "backward", "children", "depth", "facts", "first", "forward", "full", "input", "inputs",
-        "itself", "key", "make", "moves", "native", "nbytes", "node", "numbers", "ops", "params",
-        "parent", "pitch", "placed", "plans", "values", "view_ops",
+        "itself", "key", "make", "moves", "native", "nbytes", "node", "numbers", "operands", "ops",
+        "params", "parent", "pitch", "placed", "plans", "values", "view_ops",
     )  # fmt: skip
 
     def __init__(
@@ -67,7 +71,7 @@ class TrieNode:
     ) -> None:
         self.parent, self.key, self.node, self.input, self.facts = parent, key, node, input, facts
         self.children: dict[Any, TrieNode] = {}
-        self.plans: dict[tuple[int, ...], Any] = {}
+        self.plans: dict[tuple[int, ...], Any] = _NO_PLANS
         self.depth = self.nbytes = self.ops = self.values = self.params = self.inputs = 0
         if parent is not None:
             self.depth, self.nbytes = parent.depth + 1, parent.nbytes
@@ -78,6 +82,7 @@ class TrieNode:
         self.native: Any = None
         self.itself = self.moves = False
         self.view_ops: tuple[ViewOp, ...] | None = None
+        self.operands: tuple[TensorMeta | None, ...] | None = None
         self.pitch: int | None = None
         self.make: TensorMeta | None = None
         self.placed: bool = parent is not None and (parent.placed or _is_placed(node, key))
@@ -101,7 +106,7 @@ class TrieNode:
         # without ``__init__``, which would compute known values again: many are made at a time
         step = TrieNode.__new__(TrieNode)
         step.parent, step.key, step.node, step.facts = parent, self.key, self.node, self.facts
-        step.input, step.children, step.plans, step.native = self.input, {}, {}, None
+        step.input, step.children, step.plans, step.native = self.input, {}, _NO_PLANS, None
         step.depth, step.nbytes = parent.depth + 1, parent.nbytes
         step.ops = parent.ops + self.ops - before.ops
         step.inputs = parent.inputs + self.inputs - before.inputs
@@ -112,7 +117,25 @@ class TrieNode:
         step.placed = parent.placed or self.placed
         step.make, step.itself, step.pitch = self.make, self.itself, self.pitch
         step.numbers, step.view_ops, step.moves = self.numbers, self.view_ops, self.moves
+        step.operands = self.operands
         return step
+
+    def note_operands(self) -> tuple[TensorMeta | None, ...]:
+        """Return ``operands``; note them up to here, and below as far as the path does not fork."""
+        if self.operands is None:
+            metas: dict[int, TensorMeta | None] = {}
+            steps = self.path()
+            while len(steps[-1].children) == 1:
+                steps += steps[-1].children.values()
+            for step in steps:
+                if step.node is None:
+                    metas[-step.inputs] = step.input
+                    continue
+                if step.operands is None:
+                    step.operands = tuple(map(metas.get, step.node.refs()))
+                metas.update(enumerate(step.node.results, step.first))
+            assert self.operands is not None
+        return self.operands
 
     def forget(self, child: TrieNode) -> None:
         """Remove a child step, here and in the native recorder."""
@@ -242,6 +265,8 @@ class TraceTrie:
     def keep(self, step: TrieNode, outputs: tuple[int, ...], plan: Any, nbytes: int) -> list[Any]:
         """Store a plan of ``nbytes`` bytes at the last step of its trace; return evicted plans."""
         self.reached(step)
+        if step.plans is _NO_PLANS:
+            step.plans = {}
         step.plans[outputs] = plan
         evicted = self._recent.keep(id(plan), (step, outputs), nbytes)
         dropped = [self._remove_plan(location, step) for _, location in evicted]

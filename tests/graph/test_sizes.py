@@ -62,6 +62,7 @@ def test_nodes_without_a_new_size_are_shared() -> None:
     assert other == graph_of(text.format(30))
     assert other.nodes[1] is first.nodes[1]
     assert other.nodes[0] is not first.nodes[0]
+    assert other.nodes[0].args is first.nodes[0].args
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 import lazygt
 from lazygt.record import repeats
+from lazygt.record.bridge import NativeRecorder
 from lazygt.record.repeats import Repeat
+from lazygt.record.tensor import NATIVE
 from lazygt.record.trie import TraceTrie, TrieNode
 from tests.passes.sized import SIZED, accepted, start
 from tests.property.programs import Step
@@ -169,6 +172,54 @@ def test_a_new_length_is_a_few_misses(missed: list[Any], added: list[TrieNode]) 
     assert ours == trained("cpu", lengths)
     assert len(added) > 100
     assert len(missed) < 20
+
+
+def encoded(device: str, lengths: list[int], clear: Callable[[], None]) -> list[float]:
+    """Losses of torch's transformer on sequences of these lengths; ``clear`` is called before the
+    last of them."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        data = torch.randn(3, 40, 8)
+    losses = []
+    for place, length in enumerate(lengths):
+        if place == len(lengths) - 1:
+            clear()
+        model.zero_grad()
+        loss = F.mse_loss(model(data[:, :length]), data[:, -length:].contiguous())
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def test_new_length_runs_no_meta_kernel() -> None:
+    """The shape rules answer for each op of a transformer, also on strided operands."""
+    counts: list[int] = []
+    lengths = [20, 20, 20, 30, 31, 37, 29]
+    with lazygt.session(launcher="inline", compile="off") as s:
+        ours = encoded("lazygt", lengths, lambda: counts.append(s.stats()["ops_inferred"]))
+        counts.append(s.stats()["ops_inferred"])
+    assert ours == encoded("cpu", lengths, lambda: None)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.skipif(NATIVE is None, reason="every op is recorded in Python")
+def test_new_length_is_found_by_the_native_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefetched steps are known to C++ too, also those whose arguments are sizes."""
+    in_python: list[str] = []
+    step_for = NativeRecorder.step_for
+
+    def noted(recorder: NativeRecorder, f: Any, args: Any, kwargs: Any) -> TrieNode:
+        in_python.append(f.name)
+        return step_for(recorder, f, args, kwargs)
+
+    monkeypatch.setattr(NativeRecorder, "step_for", noted)
+    lengths = [20, 20, 20, 30, 31, 37, 29]
+    with lazygt.session(launcher="inline", compile="off"):
+        ours = trained("lazygt", lengths, in_python.clear)
+    assert ours == trained("cpu", lengths)
+    assert len(in_python) < 20, Counter(in_python)
 
 
 # -- what does not come true -----------------------------------------------------------------------

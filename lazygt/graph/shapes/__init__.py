@@ -11,15 +11,16 @@ kernel that ran for the same operands in other sizes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
-from lazygt.graph.meta import TensorMeta, contiguous_stride, typed_key
+from lazygt.graph.meta import TensorMeta, contiguous_stride, intern, typed_key
 from lazygt.graph.node import DEVICE, Arg, Param, Ref
 from lazygt.graph.ops import OpFacts, undispatched
 from lazygt.graph.shapes.layers import LAYERS
+from lazygt.graph.shapes.meta_kernels import iterated_strides
 from lazygt.graph.shapes.rules import (
     TENSORS,
     VIEWS,
@@ -27,6 +28,7 @@ from lazygt.graph.shapes.rules import (
     Metas,
     Results,
     Rule,
+    Shape,
     broadcast,
     contiguous,
     is_contiguous,
@@ -192,8 +194,7 @@ def _one_result(f: OpFacts) -> bool:
     return plain and (f.outputs, f.writes) in ((("f",), ()), (("w",), (0,)))
 
 
-#: Pointwise ops computed by TensorIterator: if all operands have one shape and are row-major, apart
-#: from the strides of dims of one element, the result is row-major.
+#: Pointwise ops whose results have TensorIterator's strides on every device.
 _ITERATED = frozenset(
     f"aten.{name}.Tensor"
     for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")
@@ -216,7 +217,7 @@ def _pointwise_key(
         if kind is Ref:
             meta = metas[arg.index]
             row_major = is_contiguous(meta)
-            if not row_major and not (f.name in _ITERATED and meta.is_contiguous()):
+            if not row_major and f.name not in _ITERATED:
                 return None
             key += (meta.dtype, len(meta.shape), row_major)
         elif kind is Param:
@@ -233,22 +234,26 @@ def _pointwise_key(
     return tuple(key)
 
 
-def _have_one_shape(operands: list[TensorMeta]) -> bool:
-    """Return whether two operands have one shape; to torch a number is a tensor without dims."""
-    return len(operands) == 2 and operands[0].shape == operands[1].shape
+@lru_cache(maxsize=4096)
+def _iterated(operands: tuple[TensorMeta, ...], shape: Shape) -> Shape:
+    """Return the strides that TensorIterator gives a result of this shape."""
+    with undispatched(), torch.no_grad():
+        return iterated_strides([meta.empty("meta") for meta in operands], shape)
 
 
 def _pointwise(
     f: OpFacts, args: tuple[Arg, ...], metas: dict[int, TensorMeta], dtype: torch.dtype
 ) -> Results | None:
-    """Return the result of a pointwise op on row-major tensors."""
+    """Return the result of a pointwise op."""
     operands = [metas[arg.index] for arg in args if type(arg) is Ref]
     shape = broadcast([meta.shape for meta in operands])
     if shape is None:
         return None
-    if not all(map(is_contiguous, operands)) and not _have_one_shape(operands):
-        return None
     if f.outputs == ("f",):
-        return Results((contiguous(shape, dtype),))
+        if all(map(is_contiguous, operands)):
+            return Results((contiguous(shape, dtype),))
+        if f.name not in _ITERATED or not shape:
+            return None
+        return Results((intern(shape, _iterated(tuple(operands), shape), dtype),))
     target = metas[args[0].index]
     return Results((), (target,)) if target.shape == shape else None

@@ -63,6 +63,21 @@ def _nll_backward(
     return (contiguous(source.shape, source.dtype),) if is_contiguous(source) else None
 
 
+def _mse(source: TensorMeta, target: TensorMeta, reduction: int = 1) -> Metas | None:
+    """Shape rule of the mean or sum of squared errors of tensors of one shape."""
+    if source.shape != target.shape or not same_float(source, target) or reduction not in (1, 2):
+        return None
+    return (contiguous((), source.dtype),)
+
+
+def _mse_backward(
+    grad: TensorMeta, source: TensorMeta, target: TensorMeta, reduction: int
+) -> Metas | None:
+    """Shape rule of the backward of squared errors of row-major tensors."""
+    fits = _mse(source, target, reduction) == (grad,)
+    return (source,) if fits and source.plain and target.plain else None
+
+
 def _layer_norm(
     source: TensorMeta,
     shape: Shape,
@@ -157,6 +172,37 @@ def _attention_on_cpus(
     return mixed, intern(weights[:3], (length * heads, 1, heads), query.dtype)
 
 
+def _attention_backward_on_cpus(
+    grad: TensorMeta,
+    query: TensorMeta,
+    key: TensorMeta,
+    value: TensorMeta,
+    output: TensorMeta,
+    logsumexp: TensorMeta,
+    dropout: float,
+    causal: bool,
+    *,
+    attn_mask: TensorMeta | None = None,
+    scale: float | None = None,
+) -> Metas | None:
+    """Shape rule of CPU flash attention's backward: the gradients of query, key and value."""
+    forward = _attention_on_cpus(query, key, value, dropout, causal, attn_mask=attn_mask)
+    if forward is None or forward[0] is None or forward[1] is None:
+        return None
+    expected = output.shape, logsumexp.shape, grad.shape
+    if expected != (query.shape, forward[1].shape, query.shape) or not same_float(
+        query, grad, output, logsumexp
+    ):
+        return None
+    return tuple([_by_length(meta) for meta in (query, key, value)])
+
+
+def _by_length(meta: TensorMeta) -> TensorMeta:
+    """Return the meta of (batch, heads, length, size) in memory as (batch, length, heads, size)."""
+    _, heads, length, size = meta.shape
+    return intern(meta.shape, (length * heads * size, size, heads * size, 1), meta.dtype)
+
+
 def _masks(mask: TensorMeta, weights: Shape) -> bool:
     """Return whether a mask broadcasts to the attention weights."""
     known = mask.dtype in (torch.bool, torch.float32) and len(mask.shape) in (2, 4)
@@ -171,9 +217,14 @@ LAYERS: dict[str, Rule] = {
     "aten._log_softmax_backward_data.default": _softmax_backward,
     "aten.nll_loss_forward.default": _nll,
     "aten.nll_loss_backward.default": _nll_backward,
+    "aten.mse_loss.default": _mse,
+    "aten.mse_loss_backward.default": _mse_backward,
     "aten.native_layer_norm.default": _layer_norm,
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention_on_cpus,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": (
+        _attention_backward_on_cpus
+    ),
 }

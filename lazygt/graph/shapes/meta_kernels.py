@@ -57,7 +57,7 @@ def _row_major(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Stri
     return contiguous_stride(shape)
 
 
-def _iterated(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
+def iterated_strides(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
     """Return the strides that TensorIterator gives a result of up to three operands.
 
     A lone operand is combined with a number. torch makes the number a CPU tensor, which a meta
@@ -83,14 +83,14 @@ def _iterated_over(*positions: int) -> Layout:
     """Return TensorIterator's layout over some of the operands, in the kernel's order."""
 
     def layout(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
-        return _iterated([operands[position] for position in positions], shape)
+        return iterated_strides([operands[position] for position in positions], shape)
 
     return layout
 
 
 def _power(operands: Sequence[torch.Tensor], shape: tuple[int, ...]) -> Strides:
     """Return the strides of the first operand times a power of a number, which is row-major."""
-    return _iterated((operands[0], torch.empty(operands[1].shape, device="meta")), shape)
+    return iterated_strides((operands[0], torch.empty(operands[1].shape, device="meta")), shape)
 
 
 def _negated(position: int) -> Layout:
@@ -150,7 +150,7 @@ def _table(
 #: Op -> layouts of its fresh results; None: the meta kernel is right.
 _EVERYWHERE = _table(
     (
-        (_iterated,),
+        (iterated_strides,),
         """_conj_physical.default add.Scalar add.Tensor bitwise_and.Scalar
         bitwise_and.Scalar_Tensor bitwise_left_shift.Scalar_Tensor
         bitwise_left_shift.Tensor_Scalar bitwise_or.Scalar bitwise_or.Scalar_Tensor

@@ -224,6 +224,14 @@ def _reduced_fully(source: TensorMeta, *, dtype: torch.dtype | None = None) -> M
     return _reduced(source, dtype=dtype)
 
 
+def _select_backward(grad: TensorMeta, shape: Shape, dim: int, index: int) -> Metas | None:
+    """Shape rule of the backward of ``select``: zeros, with ``grad`` at the index."""
+    at = position(dim, len(shape))
+    if at is None or grad.shape != without(shape, at) or position(index, shape[at]) is None:
+        return None
+    return (contiguous(shape, grad.dtype),)
+
+
 #: Op -> rule.
 TENSORS: dict[str, Rule] = {
     "aten.mm.default": _mm,
@@ -236,6 +244,7 @@ TENSORS: dict[str, Rule] = {
     "aten.full_like.default": _full_like,
     "aten.cat.default": _cat,
     "aten.stack.default": _stack,
+    "aten.select_backward.default": _select_backward,
     "aten.isin.Tensor_Tensor": _isin,
     "aten.sum.dim_IntList": _reduced,
     "aten.sum.default": _reduced_fully,
@@ -284,13 +293,43 @@ def _t(source: TensorMeta) -> Metas | None:
 
 
 def _view(source: TensorMeta, shape: Shape) -> Metas | None:
-    """Shape rule of ``view`` of a row-major tensor."""
-    if not is_contiguous(source):
-        return None
+    """Shape rule of ``view``."""
     sizes = _infer_size(shape, source.numel)
-    return (
-        None if sizes is None else view_meta(source, sizes, contiguous_stride(sizes), source.offset)
-    )
+    if sizes is None:
+        return None
+    stride = contiguous_stride(sizes) if is_contiguous(source) else _view_stride(source, sizes)
+    return None if stride is None else view_meta(source, sizes, stride, source.offset)
+
+
+def _view_stride(source: TensorMeta, sizes: Shape) -> Shape | None:
+    """Return the strides of a view of these sizes; None if no strides show them.
+
+    torch's ``computeStride``: dims of the source that lie in memory without gaps are one block, and
+    each block is split into dims of the view.
+    """
+    stride, blocks = [1] * len(sizes), _blocks(source)
+    at = len(sizes) - 1
+    for block_numel, step in blocks:
+        numel = 1
+        while at >= 0 and (numel < block_numel or sizes[at] == 1):
+            stride[at] = numel * step
+            numel *= sizes[at]
+            at -= 1
+        if numel != block_numel:
+            return None
+    return tuple(stride) if at < 0 else None
+
+
+def _blocks(source: TensorMeta) -> list[tuple[int, int]]:
+    """Return (numel, step) of each run of dims without gaps between them, innermost first."""
+    blocks: list[tuple[int, int]] = []
+    numel, step = 1, source.stride[-1] if source.stride else 1
+    for d in range(len(source.shape) - 1, -1, -1):
+        numel *= source.shape[d]
+        if d == 0 or (source.shape[d - 1] != 1 and source.stride[d - 1] != numel * step):
+            blocks.append((numel, step))
+            numel, step = 1, source.stride[d - 1]
+    return blocks
 
 
 def _unsafe_view(source: TensorMeta, shape: Shape) -> Metas | None:

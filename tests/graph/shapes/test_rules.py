@@ -177,7 +177,7 @@ def permute(draw: Draw) -> Call:
 
 def view(draw: Draw) -> Call:
     t = tensor(draw)
-    shape = list(draw(st.permutations(t.shape)))
+    shape = list(draw(st.one_of(st.just(t.shape), st.permutations(t.shape))))
     if len(shape) > 1 and draw(st.booleans()):
         shape[:2] = [shape[0] * shape[1]]
     if shape and draw(st.booleans()):
@@ -286,6 +286,36 @@ def attention(draw: Draw) -> Call:
     kind = draw(st.sampled_from([torch.bool, torch.float32]))
     kwargs = {"attn_mask": laid(draw, mask, kind)} if draw(st.booleans()) else {}
     return [query, *pair, *perhaps(draw, [], [0.0, True])], kwargs
+
+
+def attention_backward(draw: Draw) -> Call:
+    (query, key, value, *_), kwargs = attention(draw)
+    output = laid(draw, perhaps(draw, query.shape, (2, 2)), query.dtype)
+    grad = laid(draw, perhaps(draw, query.shape, (1, 2, 3, 4)), query.dtype)
+    logsumexp = laid(draw, query.shape[:3], query.dtype)
+    rest = [logsumexp, 0.0, perhaps(draw, False, True)]
+    return [grad, query, key, value, output, *rest], kwargs
+
+
+def mse(draw: Draw) -> Call:
+    t = floats(draw)
+    target = laid(draw, near(draw, t.shape), perhaps(draw, t.dtype, torch.float64))
+    return [t, target, *perhaps(draw, [], [draw(st.integers(0, 2))])], {}
+
+
+def mse_backward(draw: Draw) -> Call:
+    (t, target, *_), _ = mse(draw)
+    reduction = draw(st.integers(0, 2))
+    grad = contiguous(perhaps(draw, () if reduction else t.shape, t.shape), t.dtype)
+    return [grad, t, target, reduction], {}
+
+
+def select_backward(draw: Draw) -> Call:
+    t, size = tensor(draw), draw(SIZES)
+    dim = dim_of(draw, t, extra=1)
+    at = dim % (len(t.shape) + 1)
+    shape = (*t.shape[:at], size, *t.shape[at:])
+    return [t, perhaps(draw, shape, (2, 3)), dim, draw(st.integers(-size, size - 1))], {}
 
 
 def stacked(draw: Draw) -> Call:
@@ -419,6 +449,10 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     "aten.embedding.default": embedding,
     "aten.embedding_dense_backward.default": embedding_backward,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention_backward,
+    "aten.mse_loss.default": mse,
+    "aten.mse_loss_backward.default": mse_backward,
+    "aten.select_backward.default": select_backward,
     "aten.copy_.default": copied_into,
     "aten.zero_.default": alone,
     "aten.fill_.Scalar": filled,
