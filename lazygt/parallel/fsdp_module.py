@@ -132,10 +132,11 @@ class _Casts:
         return bool(other_dtypes) and parameter.is_floating_point()
 
     def _cast(self, parameter: nn.Parameter) -> Tensor:
-        """Cast a parameter, hidden from dispatch modes.
+        """Cast a parameter; the cast of a lazy one is hidden from dispatch modes.
 
-        Selective checkpointing matches the saved values of both passes by their count, but only
-        the second pass casts a block's parameters inside of the block.
+        Selective checkpointing is such a mode. It pairs the values that the forward saves with
+        those of the recomputation by their count, but only the recomputation casts a checkpointed
+        module's parameters inside of the module.
         """
         dtype = self.param_dtype or parameter.dtype
         with _disable_current_modes() if is_lazy(parameter) else nullcontext():

@@ -415,16 +415,15 @@ class Submitter:
         client = self._client
         if as_number and regions is None and self._history.probe is None:
             answers = client.wait(seq, as_number=True)
-            if type(answers) is not dict:
+            if type(answers) is not dict:  # the number, which came alone
                 client.raise_failure()
                 return answers
         else:
             answers = self._wait(seq)
         value = client.fetched(answers, storage.meta, regions, as_number)
         client.raise_failure()
-        if self._dry and not isinstance(value, torch.Tensor):
-            return value
-        if self._dry and value.shape != storage.meta.shape:
+        if self._dry and isinstance(value, torch.Tensor) and value.shape != storage.meta.shape:
+            # the only worker of a dry run has one block, and no values
             return torch.zeros(storage.meta.shape, dtype=value.dtype, device="cpu")
         return value
 

@@ -1,4 +1,8 @@
-"""Softmax, losses, norms, embeddings, and their backward ops."""
+"""Shape rules of softmax, losses, norms, embeddings, and their backward ops.
+
+A rule returns the metas of an op's results, or None for arguments that it does not cover: torch's
+meta kernel infers those.
+"""
 
 from __future__ import annotations
 

@@ -230,7 +230,13 @@ def _forbid_moves(
 def _producer_variable(
     step: AxisStep, axis_problem: AxisProblem, chains: DefUse, value: int
 ) -> tuple[int | None, Options]:
-    """Return (the variable that decides a value's produced placement, the placement by choice)."""
+    """Return the solver's variable that decides the placement in which a value is produced.
+
+    Returns:
+        The variable, which is the number of the producing node (its choices are the node's
+        strategies; None: a graph's input, nothing to decide), and for each choice the placements
+        at hand, here one.
+    """
     producer = chains.producers[value]
     if producer is None:
         return None, ((step.axis.inputs[value].placements[step.axis.at],),)

@@ -39,11 +39,15 @@ class _Known:
     op: CustomOp
     fake: Any  # its fake kernel, as from `_fake_kernel`
     modules: tuple[str, ...] | None  # modules that workers import for it; None: its code is sent
-    #: objects that its code refers to; None: one of them may change unnoticed
+    #: objects that the sent code refers to; None: no code is sent, or one may change unnoticed
     fingerprint: Fingerprint | None
 
     def is_current(self) -> bool:
-        """Return whether the op's definition is unchanged."""
+        """Return whether this record of the op can be used again.
+
+        Its fake kernel is the same; and workers still get the client's modules by an import (none
+        was reloaded), or the sent code refers to the same objects.
+        """
         if self.fake is not _fake_kernel(self.func):
             return False
         if self.modules is not None:

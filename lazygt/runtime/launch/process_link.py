@@ -311,8 +311,8 @@ class ProcessLink:
             seconds = min(seconds, max(remaining, 0))
         ready = self._poll(seconds, wake_fd)
         for fd in ready:
-            if fd in self._pool.rank_of:
-                self._reap(self._pool.rank_of[fd])
+            if fd in self._pool.index_of:
+                self._reap(self._pool.index_of[fd])
         if wake_fd in ready:
             return False
         return bool(ready) or remaining is None or remaining > 0

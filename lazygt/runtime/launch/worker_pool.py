@@ -94,7 +94,7 @@ class WorkerProcess:
 class WorkerPool:
     """Resources of a session: processes, sockets, arenas, the directory. No decisions.
 
-    The workers are those of one host, counted from 0: ``spec.here`` has their ranks.
+    The workers are those of one host. Their indices count from 0; ``spec.here`` has their ranks.
 
     Attributes:
         poller: poller of all descriptors of the workers, and of ``wakeup``.
@@ -102,7 +102,7 @@ class WorkerPool:
         mailboxes: client's ends of the workers' mailboxes.
         mailboxes_of: wake-up descriptor -> its mailboxes.
         cores: decides whether to spin.
-        rank_of: pidfd of a process, readable when it has ended -> rank.
+        index_of: pidfd of a process, readable when it has ended -> index of the worker.
         wakeup: an eventfd, or -1 once all is released.
         status: the file that `lazygt top` reads; None before the start.
     """
@@ -115,7 +115,7 @@ class WorkerPool:
         self.mailboxes: list[Mailboxes] = []
         self.mailboxes_of: dict[int, Mailboxes] = {}
         self.cores = Cores((), 0)
-        self.rank_of: dict[int, int] = {}
+        self.index_of: dict[int, int] = {}
         self.wakeup = -1
         self.status: StatusFile | None = None
         self.directory = Path()
@@ -125,7 +125,7 @@ class WorkerPool:
         #: processes without a rank, and their configured number
         self._spares: list[WorkerProcess] = []
         self._spare_count = 0
-        #: memfds of snapshots, by rank
+        #: memfds of snapshots, by worker
         self._snapshots: list[int] = []
         #: the ranks of the workers
         self._ranks: tuple[int, ...] = ()
@@ -183,25 +183,26 @@ class WorkerPool:
                 self._snapshots.append(create_memory(spec.arena_bytes or SNAPSHOT_BYTES))
                 self._stack.callback(os.close, self._snapshots[-1])
 
-    def replace(self, rank: int, group_number: int) -> None:
+    def replace(self, index: int, group_number: int) -> None:
         """Replace an ended worker by a spare process or a new one.
 
         The worker is killed if it still runs.
 
         Args:
+            index: of the worker on this host.
             group_number: number of the group for it to join.
 
         Raises:
             OSError: no process can be started.
         """
         with self._start_lock:
-            previous = self.workers[rank]
+            previous = self.workers[index]
             previous.process.kill()
             previous.process.wait(_KILL_SECONDS)
-            spare = self._spare(rank, group_number)
-            self.workers[rank] = spare or self._launch(self._ranks[rank], rank, group_number)
+            spare = self._spare(index, group_number)
+            self.workers[index] = spare or self._launch(self._ranks[index], index, group_number)
             previous.resources.close()
-        self._register_worker(rank)
+        self._register_worker(index)
         self._update_workers()
         if self._death_watch is not None:
             self._death_watch.processes_changed()
@@ -238,23 +239,23 @@ class WorkerPool:
             processes = [worker.process for worker in self.workers]
             return [process.pidfd for process in processes if process.status() is None]
 
-    def _spare(self, rank: int, group_number: int) -> WorkerProcess | None:
-        """Return a spare process with the rank assigned, if there is one."""
+    def _spare(self, index: int, group_number: int) -> WorkerProcess | None:
+        """Return a spare process with the worker's rank assigned, if there is one."""
         while self._spares:
             spare = self._spares.pop(0)
             if spare.process.status() is None:
-                spare.assign(rank, group_number)
+                spare.assign(index, group_number)
                 return spare
             spare.resources.close()
         return None
 
-    def last_step(self, rank: int) -> tuple[int, int]:
+    def last_step(self, index: int) -> tuple[int, int]:
         """Return the run and the step that a worker noted last, in a timed run."""
-        return read_note(self._snapshots[rank])
+        return read_note(self._snapshots[index])
 
-    def snapshot_arena(self, rank: int) -> Arena:
+    def snapshot_arena(self, index: int) -> Arena:
         """Return a new mapping of a worker's snapshot memory."""
-        return Arena.attach(os.dup(self._snapshots[rank]))
+        return Arena.attach(os.dup(self._snapshots[index]))
 
     def _update_workers(self) -> None:
         """Collect the mailboxes and the cores of the current workers."""
@@ -306,12 +307,12 @@ class WorkerPool:
             process, data, control, fetch, mailboxes, resources, plan, socket_number
         )
 
-    def _register_worker(self, rank: int) -> None:
+    def _register_worker(self, index: int) -> None:
         """Register a worker's descriptors, until its resources are released."""
-        worker = self.workers[rank]
+        worker = self.workers[index]
         resources = worker.resources
-        self.rank_of[worker.process.pidfd] = rank
-        resources.callback(self.rank_of.pop, worker.process.pidfd)
+        self.index_of[worker.process.pidfd] = index
+        resources.callback(self.index_of.pop, worker.process.pidfd)
         for descriptor in (worker.process.pidfd, worker.data.fd, worker.control.fd):
             self._register(descriptor, resources)
         if (mailboxes := worker.mailboxes) is not None:
@@ -326,9 +327,9 @@ class WorkerPool:
             poller.register(descriptor, select.POLLIN)
             resources.callback(_unregister, poller, descriptor)
 
-    def reap(self, rank: int) -> tuple[str, str]:
+    def reap(self, index: int) -> tuple[str, str]:
         """Stop watching an ended worker; return its exit status and the end of its stderr."""
-        worker = self.workers[rank]
+        worker = self.workers[index]
         _unregister(self.poller, worker.process.pidfd)
         _unregister(self._other_poller, worker.process.pidfd)
         # The worker's last messages may still be in transit in ZMQ's own thread.
@@ -354,10 +355,10 @@ class WorkerPool:
         death_watch, self._death_watch = self._death_watch, None
         if death_watch is not None:
             death_watch.end()
-        for rank, worker in enumerate(self.workers):
-            if rank in stuck:
+        for index, worker in enumerate(self.workers):
+            if index in stuck:
                 worker.process.kill()
-            elif rank in orderly:
+            elif index in orderly:
                 worker.data.send(channel.SHUTDOWN)
             else:
                 worker.process.close_pipe()
