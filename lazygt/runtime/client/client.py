@@ -267,16 +267,11 @@ class Client(Orders):
 
     @property
     def plain(self) -> bool:
-        """True if the C++ extension may send a run: nothing is in flight, unsent or unreported."""
+        """True if the C++ extension may send a run: nothing is in flight, unread or observed."""
         pending = self._in_flight or self.entries.swapping or self._uploads or self._fetches.waiting
-        unread = (
-            self.installing
-            or self.unexpected_strides
-            or self.capture_errors
-            or self._failures.unraised
-        )
-        broken = self._death or self._fatal_error or not self.link.healthy or self.observer
-        return not (pending or unread or broken) and monotonic() < self.quiet_until
+        unread = self.installing or self.unexpected_strides or self.capture_errors or self.observer
+        fault = self._death or self._fatal_error or self._failures.unraised or not self.link.healthy
+        return not (pending or unread or fault) and monotonic() < self.quiet_until
 
     def continue_run(
         self, unsent: list[Buffer] | None, answer: list[memoryview] | None, why: str
