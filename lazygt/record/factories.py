@@ -92,10 +92,10 @@ def _patch_imported(standins: dict[int, Any]) -> None:
         if module_name.partition(".")[0] not in _SKIPPED and isinstance(module, ModuleType)
     ]
     # only modules that refer to torch or to a factory can have a table of factories
-    functions = [original for _, _, original, _ in _replaced]
-    for names in _dict_search()(modules, [torch, *functions]):
+    functions, search = [original for _, _, original, _ in _replaced], _dict_search()
+    for names in search(modules, [torch, *functions]):
         tables = [value for value in names.values() if type(value) is dict]
-        for namespace in (names, *tables):
+        for namespace in search([names, *tables], functions):
             for name, value in list(namespace.items()):
                 if id(value) in standins:
                     _replace(namespace, name, standins[id(value)])
