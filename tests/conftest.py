@@ -25,12 +25,14 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import PurePath
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from lazygt.record.bridge import NativeRecorder
 from lazygt.recovery import recover
 from lazygt.runtime.compiling import compiler
 from lazygt.runtime.executors.compiled import Record
@@ -152,6 +154,20 @@ def compiled_code_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have compiled code used, on machines that gain nothing by it, too."""
     monkeypatch.setattr(Record, "gain", lambda record, numel: 2.0)
     monkeypatch.setattr(Record, "saved", lambda record, numel: 1.0)
+
+
+@pytest.fixture
+def ops_in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ops that C++ has to ask Python about, as they come."""
+    asked: list[str] = []
+    own = NativeRecorder.step_for
+
+    def step_for(self: NativeRecorder, f: Any, args: Any, kwargs: Any) -> Any:
+        asked.append(f.name)
+        return own(self, f, args, kwargs)
+
+    monkeypatch.setattr(NativeRecorder, "step_for", step_for)
+    return asked
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -136,20 +136,6 @@ def session() -> Iterator[lazygt.Session]:
         yield session
 
 
-@pytest.fixture
-def learnt(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops that C++ has to ask Python about, as they come."""
-    asked: list[str] = []
-    own = NativeRecorder.step_for
-
-    def step_for(self: NativeRecorder, f: Any, args: Any, kwargs: Any) -> Any:
-        asked.append(f.name)
-        return own(self, f, args, kwargs)
-
-    monkeypatch.setattr(NativeRecorder, "step_for", step_for)
-    return asked
-
-
 def test_every_op_of_the_list_is_called_here() -> None:
     assert set(NATIVE.unboxed_ops()) == CALLS.keys()
 
@@ -157,7 +143,7 @@ def test_every_op_of_the_list_is_called_here() -> None:
 @pytest.mark.parametrize("boxed_first", [False, True], ids=["unboxed first", "boxed first"])
 @pytest.mark.parametrize("name", CALLS)
 def test_boxed_and_unboxed_calls_find_one_step(
-    session: lazygt.Session, learnt: list[str], name: str, boxed_first: bool
+    session: lazygt.Session, ops_in_python: list[str], name: str, boxed_first: bool
 ) -> None:
     op, _, overload = name.partition(".")
     func = getattr(getattr(torch.ops.aten, op), overload or "default")
@@ -173,10 +159,10 @@ def test_boxed_and_unboxed_calls_find_one_step(
             named = last if isinstance(last, dict) else {}
             args += [] if named else [last]
             torch.rand(1)  # the workers have the random stream
-            learnt.clear()
+            ops_in_python.clear()
             results.append(record(*args, **named))
             if steps:
-                assert not learnt
+                assert not ops_in_python
             steps.append(session.recorder.trace.step)
             session.flush()
         assert steps[0] is steps[1]

@@ -278,10 +278,10 @@ def test_reported_gains_are_those_of_fusion_pass() -> None:
         for runs in explaining.runs_of(s):
             assert runs.before is not None
             found = sorted(each.gain for each in candidates(runs.before, PRICES) if each.gain > 0)
-            short_line = sorted(
+            reported = sorted(
                 each.gain for each in explaining.report_of([runs._replace(times=1)]).fused
             )
-            assert short_line == pytest.approx(sorted(set(found)))
+            assert reported == pytest.approx(sorted(set(found)))
         assert lazygt.explain(s).fused
 
 

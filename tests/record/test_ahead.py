@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import lazygt
 from lazygt.record import repeats
-from lazygt.record.bridge import NativeRecorder
 from lazygt.record.repeats import Repeat
 from lazygt.record.tensor import NATIVE
 from lazygt.record.trie import TraceTrie, TrieNode
@@ -205,21 +204,13 @@ def test_new_length_runs_no_meta_kernel() -> None:
 
 
 @pytest.mark.skipif(NATIVE is None, reason="every op is recorded in Python")
-def test_new_length_is_found_by_the_native_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_length_is_found_by_the_native_recorder(ops_in_python: list[str]) -> None:
     """Prefetched steps are known to C++ too, also those whose arguments are sizes."""
-    in_python: list[str] = []
-    step_for = NativeRecorder.step_for
-
-    def noted(recorder: NativeRecorder, f: Any, args: Any, kwargs: Any) -> TrieNode:
-        in_python.append(f.name)
-        return step_for(recorder, f, args, kwargs)
-
-    monkeypatch.setattr(NativeRecorder, "step_for", noted)
     lengths = [20, 20, 20, 30, 31, 37, 29]
     with lazygt.session(launcher="inline", compile="off"):
-        ours = trained("lazygt", lengths, in_python.clear)
+        ours = trained("lazygt", lengths, ops_in_python.clear)
     assert ours == trained("cpu", lengths)
-    assert len(in_python) < 20, Counter(in_python)
+    assert len(ops_in_python) < 20, Counter(ops_in_python)
 
 
 # -- what does not come true -----------------------------------------------------------------------

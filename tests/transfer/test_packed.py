@@ -119,34 +119,31 @@ def send_and(
 # -- members ---------------------------------------------------------------------------------
 
 
-def test_handles_are_kept_and_newcomers_join(session: lazygt.Session, here: Stage) -> None:
-    model = model_of(64)
+def numbers_as_readers_join(here: Stage, values: Callable[[int], Any]) -> list[int]:
+    """Numbers of the memory that four versions go through; more readers come before the third."""
     sender = here.sender()
     readers = here.readers(sender)
     made = []
     for version in (1, 2, 3, 4):
         if version == 3:
             readers += here.readers(sender)
+        model = values(version)
         lazygt.transfer_weights(model, sender, timeout=20.0)
         made.append(number_of(sender))
+        sent = state(model) if isinstance(model, torch.nn.Module) else model
         for reader in readers:
-            assert reader.ask("checksums") == (version, checksums(state(model)))
-    assert made == [1, 1, 1, 1]  # a buffer only needs one more handle
+            assert reader.ask("checksums") == (version, checksums(sent))
+    return made
+
+
+def test_handles_are_kept_and_newcomers_join(session: lazygt.Session, here: Stage) -> None:
+    model = model_of(64)
+    # a buffer only needs one more handle
+    assert numbers_as_readers_join(here, lambda version: model) == [1, 1, 1, 1]
 
 
 def test_groups_are_kept_and_made_anew_for_other_members(stage: MakeStage) -> None:
-    here = stage("groups")
-    sender = here.sender()
-    readers = here.readers(sender)
-    made = []
-    for version in (1, 2, 3, 4):
-        if version == 3:
-            readers += here.readers(sender)
-        lazygt.transfer_weights(weights(version), sender, timeout=20.0)
-        made.append(number_of(sender))
-        for reader in readers:
-            assert reader.ask("checksums") == (version, checksums(weights(version)))
-    assert made == [1, 1, 2, 2]
+    assert numbers_as_readers_join(stage("groups"), weights) == [1, 1, 2, 2]
 
 
 def number_of(sender: Any) -> int:

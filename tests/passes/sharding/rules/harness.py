@@ -48,7 +48,7 @@ WELFORD = {f"aten.{op}" for op in (
     "native_layer_norm_backward.default", "native_group_norm.default",
     "native_group_norm_backward.default")}  # fmt: skip
 #: What rounding of subnormal numbers may lose.
-MIN_SYMBOLIC_SIZE = 8 * torch.finfo(torch.float64).smallest_normal * torch.finfo(torch.float64).eps
+SMALLEST = 8 * torch.finfo(torch.float64).smallest_normal * torch.finfo(torch.float64).eps
 
 
 class Case:
@@ -193,7 +193,7 @@ class Case:
         largest = max((largest_of(t) or 1.0 for t in real), default=1.0)  # zeros have summands
         unit = max(largest_of(want), min(1.0, largest))
         torch.testing.assert_close(
-            made, want, equal_nan=True, rtol=close, atol=close * unit + MIN_SYMBOLIC_SIZE,
+            made, want, equal_nan=True, rtol=close, atol=close * unit + SMALLEST,
             msg=partial(_told, what),
         )  # fmt: skip
 
