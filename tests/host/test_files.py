@@ -42,6 +42,9 @@ MAY_MAKE = {
     "net/channel.py": {"bind": "ZMQ is given the descriptor of a socket that listens"},
     "net/status_file.py": {"open": _MEMORY},
     "sweeps/steps.py": {"write_text": _OF_THE_KERNEL},
+    "transfer/transports/broadcast_group.py": {
+        "link": "a socket's name in a directory of mode 0700"
+    },
     "transfer/transports/shared_memory.py": {"open": _MEMORY},
 }
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")

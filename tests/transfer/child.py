@@ -9,16 +9,13 @@ import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
 from lazygt.transfer import (
     BroadcastTransferReceiver,
@@ -35,7 +32,6 @@ from lazygt.transfer import (
     TransferError,
 )
 from lazygt.transfer.transports.cuda_ipc import HostDevice
-from lazygt.transfer.transports.process_group import Arrivals, BroadcastGroups, NcclGroup
 
 #: forked from a process that has loaded torch: a new one starts in 20 ms
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -62,20 +58,6 @@ class CountingDevice(HostDevice):
         return super().export(buffer)
 
 
-class GlooGroup(NcclGroup):
-    """A stand-in for a group of GPUs. Workers of a session have none: they would use NCCL."""
-
-    @staticmethod
-    def source_device(device: torch.device) -> torch.device:
-        return device
-
-    @staticmethod
-    def _connect(
-        device: torch.device, store: FileStore, rank: int, size: int, seconds: float
-    ) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=seconds))
-
-
 SENDERS: Mapping[str, Callable[..., Sender]] = {
     "shared-memory": lambda **k: SharedMemoryTransferSender(**{"threshold_gb": 8 * KIB / GIB, **k}),
     "broadcast": BroadcastTransferSender,
@@ -83,17 +65,9 @@ SENDERS: Mapping[str, Callable[..., Sender]] = {
         **{"threshold_gb": 8 * KIB / GIB, "device": HostDevice(), "verify": "crc32", **k}
     ),
 }
-#: those, and groups: a sender without requests of a size of its own, for values of this process
-ALL_SENDERS: Mapping[str, Callable[..., Sender]] = {
-    **SENDERS,
-    "groups": lambda **k: Sender(BroadcastGroups(torch.device("cpu"), GlooGroup), **k),
-}
-#: senders with a threshold
-LIMITED = ("shared-memory", "cuda-ipc")
 RECEIVERS: Mapping[str, Callable[..., Receiver]] = {
     "shared-memory": SharedMemoryTransferReceiver,
     "broadcast": BroadcastTransferReceiver,
-    "groups": lambda a, **k: Receiver(a, Arrivals(torch.device("cpu"), GlooGroup), **k),
     "cuda-ipc": lambda *a, **k: CudaIpcTransferReceiver(*a, device=HostDevice(), **k),
 }
 #: of tests that need GPUs
@@ -310,7 +284,7 @@ class Accident:
 
 def send_with_accident(pipe: Connection, strategy: str, at: int, number: int) -> None:
     """Send version 1, then version 2 with a signal to this very process before chunk ``at``."""
-    sender = ALL_SENDERS[strategy]()
+    sender = SENDERS[strategy]()
     pipe.send(sender.address)
     sender.wait_for_receivers(1, 10.0)
     sender.send(ModuleExtractor(weights(1)), timeout=10.0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lazygt.transfer import Sender
-from tests.transfer.child import ALL_SENDERS, PROCESSES, Reader, footprint
+from tests.transfer.child import PROCESSES, SENDERS, Reader, footprint
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,7 +20,7 @@ def _fork_server() -> None:
     process.join()
 
 
-@pytest.fixture(params=list(ALL_SENDERS))
+@pytest.fixture(params=list(SENDERS))
 def strategy(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -34,7 +34,7 @@ class Stage:
         self._stack = stack
 
     def sender(self, **options: Any) -> Sender:
-        return self._stack.enter_context(ALL_SENDERS[self.strategy](**options))
+        return self._stack.enter_context(SENDERS[self.strategy](**options))
 
     def readers(self, sender: Sender, count: int = 1, **options: Any) -> list[Reader]:
         """So many more readers; ``options`` are their receivers'."""

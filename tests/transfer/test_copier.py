@@ -35,7 +35,7 @@ from lazygt.transfer.layout import block, slices
 from lazygt.transfer.transports import process_group
 from lazygt.transfer.transports.shared_memory import SharedMemoryAddress, place_of
 from tests.support.descriptors import descriptors_before, open_descriptors
-from tests.transfer.child import ALL_SENDERS, GIB, LIMITED, RECEIVERS, GlooGroup
+from tests.transfer.child import GIB, RECEIVERS, SENDERS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -158,18 +158,13 @@ def test_destinations_that_are_not_live_are_dropped(arena: Arena, copier: Copier
 # -- whole transfers ---------------------------------------------------------------------------
 
 
-OPENERS = {
-    "process_group": lambda device, place: process_group.GroupMemory(device, place, GlooGroup)
-}
-
-
 class Ranks:
     """An origin whose ranks all live in this process, each with its blocks only."""
 
     def __init__(self, mesh: Mesh, blocks: Sequence[Sequence[Tensor]], where: Any) -> None:
         self.mesh, self.turn = mesh, threading.Lock()
         self._blocks, self._where = blocks, where
-        self._copiers = [Copier(1, None, OPENERS) for _ in range(mesh.world_size)]
+        self._copiers = [Copier(1) for _ in range(mesh.world_size)]
         self._answers: list[CopyReply] = []
 
     def locate(self, tensors: Sequence[Tensor]) -> list[TensorLocation]:
@@ -203,7 +198,7 @@ def draw_labels(data: st.DataObject, mesh: Mesh, dims: int) -> tuple[Placement, 
     return tuple(data.draw(st.sampled_from(kinds)) for _ in mesh.names)
 
 
-@pytest.mark.parametrize("strategy", ALL_SENDERS)
+@pytest.mark.parametrize("strategy", SENDERS)
 @settings(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -236,8 +231,8 @@ def test_any_layout_goes_to_any_other(
         remote = RemoteModel(origin, dict(enumerate(values.values())))
         patch.setattr(sender_module, "remote_model", lambda _: remote)
         patch.setattr(process_group, "REQUEST_BYTES", threshold)
-        limit = {"threshold_gb": threshold / GIB} if strategy in LIMITED else {}
-        sender = stack.enter_context(ALL_SENDERS[strategy](**limit))
+        limit = {} if strategy == "broadcast" else {"threshold_gb": threshold / GIB}
+        sender = stack.enter_context(SENDERS[strategy](**limit))
         whole = stack.enter_context(RECEIVERS[strategy](sender.address, name="whole"))
         parts = [
             stack.enter_context(

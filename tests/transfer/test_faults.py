@@ -163,10 +163,10 @@ def test_a_receiver_leaves_a_frozen_sender(strategy: str) -> None:
 @pytest.mark.timed
 def test_a_receiver_closes_while_others_are_waited_for(stage: MakeStage) -> None:
     """It need not wait for a group that a frozen receiver does not join."""
-    here = stage("groups")
+    here = stage("broadcast")
     sender = here.sender()
     (freezes,) = here.readers(sender)
-    with RECEIVERS["groups"](sender.address, name="mine") as receiver:
+    with RECEIVERS["broadcast"](sender.address, name="mine") as receiver:
         sender.wait_for_receivers(2, 20.0)
         freezes.signal(signal.SIGSTOP)
         with ThreadPoolExecutor(1) as other:

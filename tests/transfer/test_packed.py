@@ -1,6 +1,6 @@
-"""Blocks that are packed: the buffers that receivers map, groups of GPUs, and accidents.
+"""Parts that are packed and sent (broadcast) or lent (CUDA IPC): groups, buffers and accidents.
 
-Tests of all strategies are in test_sharded.py; these errors only packed blocks can have.
+What all strategies have in common is in test_sharded.py; this is what only these two can get wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.tensor import Shard
 
 import lazygt
@@ -30,17 +29,7 @@ from lazygt.transfer import (
 from lazygt.transfer.transports import process_group
 from lazygt.transfer.transports.process_group import GroupAddress, GroupMemory, marker
 from lazygt.transfer.version import StagedVersion
-from tests.transfer.child import (
-    GIB,
-    KIB,
-    LIMITED,
-    RECEIVERS,
-    GlooGroup,
-    Reader,
-    checksums,
-    send_signal,
-    weights,
-)
+from tests.transfer.child import GIB, KIB, RECEIVERS, Reader, checksums, send_signal, weights
 from tests.transfer.conftest import Stage
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -71,7 +60,7 @@ def here(
 def sender_of(here: Stage, request_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Sender:
     """A sender with requests of so many bytes."""
     monkeypatch.setattr(process_group, "REQUEST_BYTES", request_bytes)
-    limit = {"threshold_gb": request_bytes / GIB} if here.strategy in LIMITED else {}
+    limit = {} if here.strategy == "broadcast" else {"threshold_gb": request_bytes / GIB}
     return here.sender(**limit)
 
 
@@ -119,31 +108,22 @@ def send_and(
 # -- members ---------------------------------------------------------------------------------
 
 
-def numbers_as_readers_join(here: Stage, values: Callable[[int], Any]) -> list[int]:
-    """Numbers of the memory that four versions go through; more readers come before the third."""
+def test_groups_and_handles_are_kept_and_newcomers_join(
+    session: lazygt.Session, here: Stage
+) -> None:
+    model = model_of(64)
     sender = here.sender()
     readers = here.readers(sender)
     made = []
     for version in (1, 2, 3, 4):
         if version == 3:
             readers += here.readers(sender)
-        model = values(version)
         lazygt.transfer_weights(model, sender, timeout=20.0)
         made.append(number_of(sender))
-        sent = state(model) if isinstance(model, torch.nn.Module) else model
         for reader in readers:
-            assert reader.ask("checksums") == (version, checksums(sent))
-    return made
-
-
-def test_handles_are_kept_and_newcomers_join(session: lazygt.Session, here: Stage) -> None:
-    model = model_of(64)
-    # a buffer only needs one more handle
-    assert numbers_as_readers_join(here, lambda version: model) == [1, 1, 1, 1]
-
-
-def test_groups_are_kept_and_made_anew_for_other_members(stage: MakeStage) -> None:
-    assert numbers_as_readers_join(stage("groups"), weights) == [1, 1, 2, 2]
+            assert reader.ask("checksums") == (version, checksums(state(model)))
+    # a group has to be made anew for other members; a buffer only needs one more handle
+    assert made == ([1, 1, 2, 2] if here.strategy == "broadcast" else [1, 1, 1, 1])
 
 
 def number_of(sender: Any) -> int:
@@ -205,21 +185,6 @@ def test_lent_buffers_are_no_bigger_than_the_threshold(
     lazygt.transfer_weights(model_of(128), sender, timeout=20.0)
     assert 8 * KIB < sender.transport.extent <= 16 * KIB
     assert sender._local_source is None  # this process lends none
-
-
-@pytest.mark.parametrize(
-    ("sends", "receives", "backend"),
-    [("groups", "broadcast", "nccl"), ("broadcast", "groups", "host")],
-)
-def test_receivers_on_another_kind_of_device_refuse(
-    stage: MakeStage, sends: str, receives: str, backend: str
-) -> None:
-    sender = stage(sends).sender()
-    why = f"the sender broadcasts with {backend}, but this receiver's device is cpu; give both"
-    with RECEIVERS[receives](sender.address, name="mine"):
-        sender.wait_for_receivers(1, 20.0)
-        with pytest.raises(ReceiverRefused, match=why):
-            lazygt.transfer_weights(weights(1), sender, timeout=20.0)
 
 
 # -- accidents -------------------------------------------------------------------------------
@@ -351,25 +316,14 @@ def test_a_receiver_is_stopped(
     assert freezes.ask("checksums") == (4, expected)
 
 
-class LonelyGroup(GlooGroup):
-    """A group whose other ranks do not come."""
-
-    @staticmethod
-    def _connect(
-        device: torch.device, store: FileStore, rank: int, size: int, seconds: float
-    ) -> Any:
-        threading.Event().wait(seconds)
-        raise RuntimeError("the others were not there")
-
-
 @pytest.mark.parametrize("look", [1e-3, 1.0], ids=["it looks first", "a thread says it first"])
 @pytest.mark.timed
 def test_a_worker_does_not_wait_in_groups_that_were_given_up(
     look: float, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lazygt.transfer.transports.process_group._LOOK_SECONDS", look)
-    place = GroupAddress(str(tmp_path), 3, "3-0-0", 2, 0.2, BIG)
-    end = GroupMemory(torch.device("cpu"), place, LonelyGroup)
+    place = GroupAddress(str(tmp_path), 3, "3-0-0", 2, "host", 0.2, BIG)
+    end = GroupMemory(torch.device("cpu"), place)
     packed = end.view(place, 0, BIG).zero_()
     with pytest.raises(TransferError, match="given the transfer up"):
         end.deliver(place, [packed])

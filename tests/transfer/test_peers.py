@@ -33,7 +33,7 @@ def refusal(sender: Sender, count: int) -> str:
 def test_a_receiver_of_another_strategy_is_turned_away(stage: MakeStage, strategy: str) -> None:
     sender = stage(strategy).sender()
     other = next(name for name in RECEIVERS if name != strategy)
-    why = f"this is a {sender.strategy} sender, not a {other} one"
+    why = f"this is a {strategy} sender, not a {other} one"
     with RECEIVERS[other](sender.address, name="lost") as receiver:
         said = refusal(sender, 1)
         assert f"connected: none; turned away: 'lost' ({why}). Start" in said

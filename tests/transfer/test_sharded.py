@@ -26,7 +26,7 @@ from lazygt.transfer.data_stream import TransferStream
 from lazygt.transfer.layout import route
 from lazygt.transfer.transports import process_group
 from tests.support.timeouts import patience
-from tests.transfer.child import KIB, LIMITED, RECEIVERS, SENDERS, Clock, checksums, send_signal
+from tests.transfer.child import KIB, RECEIVERS, SENDERS, Clock, checksums, send_signal
 from tests.transfer.conftest import Stage
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -125,7 +125,7 @@ def test_the_client_sees_no_weights(
     model = nn.Linear(512, 1024)
     lazygt.parallelize_module(model, None, {"weight": [Shard(0), Shard(1)]})
     monkeypatch.setattr(process_group, "REQUEST_BYTES", 1024 * KIB)
-    sender = here.sender(**({"threshold_gb": 1 / 1024} if here.strategy in LIMITED else {}))
+    sender = here.sender(**({} if here.strategy == "broadcast" else {"threshold_gb": 1 / 1024}))
     (reader,) = here.readers(sender)
     session.synchronize()
     before = session.stats()

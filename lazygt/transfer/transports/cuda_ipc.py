@@ -1,4 +1,4 @@
-"""CUDA IPC: blocks are packed into buffers that receivers on the same GPU, or host, map.
+"""CUDA IPC: blocks are packed into buffers that receivers on the same GPU map.
 
 A batch of blocks is one request, and handles are exported once for each receiver and buffer, not
 for each block or transfer. Double buffering: each source process has two buffers, and receivers
@@ -203,7 +203,6 @@ class CudaIpcAddress(NamedTuple):
         buffers, extent: number of buffers in the set, and the bytes of each.
         which: index of the buffer to pack.
         exports: number of receivers that need handles of all buffers of the set.
-        on_host: True if receivers are on the host, so that a source on a GPU packs there.
     """
 
     number: int
@@ -211,7 +210,6 @@ class CudaIpcAddress(NamedTuple):
     extent: int
     which: int
     exports: int
-    on_host: bool
 
 
 # -- the source ----------------------------------------------------------------------------
@@ -221,8 +219,8 @@ class PackingBuffers:
     """`Destination` in buffers of this process, which receivers map.
 
     Args:
-        device: device of the values.
-        shared: device of the buffers; None: made from ``device``.
+        device: device of the values and the buffers.
+        shared: the same device for sharing; None: made from ``device``.
     """
 
     borrows = None
@@ -230,8 +228,7 @@ class PackingBuffers:
     def __init__(
         self, device: torch.device, place: CudaIpcAddress, shared: SharedDevice | None = None
     ) -> None:
-        home = torch.device("cpu") if place.on_host else device
-        self._device = shared_device(home) if shared is None else shared
+        self._device = shared_device(device) if shared is None else shared
         self._buffers = [self._device.allocate(place.extent) for _ in range(place.buffers)]
 
     def view(self, place: CudaIpcAddress, offset: int, nbytes: int) -> Tensor:
@@ -309,8 +306,7 @@ class BufferLeases(SenderEnd):
         new = [receiver for receiver in receivers if receiver not in with_handles]
         with_handles.update(new)
         self._leases[number] = which, new
-        on_host = self.device.type == "cpu"
-        return CudaIpcAddress(self.number, BUFFERS, self.extent, which, len(new), on_host)
+        return CudaIpcAddress(self.number, BUFFERS, self.extent, which, len(new))
 
     def describe(self, receiver: ReceiverLink, reply: CopyReply) -> ControlMessage:
         """See `SenderEnd`."""

@@ -1,16 +1,14 @@
-"""Broadcast: by NCCL between GPUs, through packed buffers between CPUs.
+"""Broadcast: by sockets between CPUs, by NCCL between GPUs.
 
-Between CPUs receivers map the buffers of the source processes, see `cuda_ipc`.
-
-Between GPUs there is a group for each source process and each different layout of receivers: rank 0
-is the source, the other ranks are the receivers of that layout, so a layout with one receiver means
-point to point. A sender without blocks is in no group. Contiguous blocks are broadcast in place,
-from and to their own memory.
+There is a group for each source process and each different layout of receivers: rank 0 is the
+source, the other ranks are the receivers of that layout, so a layout with one receiver means point
+to point. A sender without blocks is in no group. Contiguous blocks are broadcast in place, from and
+to their own memory.
 
 A broadcast cannot be cancelled: after a failure or a change of members the next transfer makes new
 groups. A source that waits in an old group polls the marker file of its set of groups, which the
-sender removes when a transfer fails. Joining and leaving a group may wait for a frozen rank, so
-both happen in the background.
+sender removes when a transfer fails. Groups are left in the background, because leaving one may
+wait for a frozen rank.
 """
 
 from __future__ import annotations
@@ -19,14 +17,11 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 
 from lazygt.errors import ProtocolError
 from lazygt.host.files import create
@@ -40,17 +35,22 @@ from lazygt.transfer.sender import Sender
 from lazygt.transfer.transaction import Transfer
 from lazygt.transfer.transfer_errors import TransferError
 from lazygt.transfer.transports import ReceiveBuffers, ReceiverEnd, SenderEnd, Wait
-from lazygt.transfer.transports.cuda_ipc import BufferLeases, HostDevice, LeasedBuffers
+from lazygt.transfer.transports.broadcast_group import (
+    HOST,
+    BroadcastGroup,
+    backend_for,
+    conclude,
+    finished,
+    in_background,
+    join,
+    let_go,
+)
 from lazygt.transfer.version import Block, StagedVersion
 
 STRATEGY = "broadcast"
 REQUEST_BYTES = 32 << 20
 """Maximum bytes of a broadcast request, and of a packing buffer."""
-HOST, NCCL = "host", "nccl"
-"""Backends: buffers in memory of the host, or NCCL."""
 
-T = TypeVar("T")
-_GRACE_SECONDS = 1.0  # torch's timeout expires after the transfer's, whose error names the ranks
 _BLAME_SECONDS = 0.3  # for the control connection to name the rank behind a failed collective
 _LOOK_SECONDS = 1e-3
 
@@ -63,6 +63,7 @@ class GroupAddress(NamedTuple):
         number: number of the set of groups; its `marker` exists as long as they are valid.
         name: name of this group.
         size: number of its ranks.
+        backend: see `broadcast_group`.
         seconds: seconds until the transfer's deadline.
         extent: bytes of the request, if all of it is packed.
     """
@@ -71,6 +72,7 @@ class GroupAddress(NamedTuple):
     number: int
     name: str
     size: int
+    backend: str
     seconds: float
     extent: int
 
@@ -80,120 +82,9 @@ def marker(directory: str, number: int) -> Path:
     return Path(directory) / f"groups-{number}"
 
 
-def meeting_path(directory: str, name: str) -> str:
-    """Return the path at which the ranks of a group meet."""
-    return os.path.join(directory, f"group-{name}")
-
-
 def name_of(number: int, rank: int, layout: int) -> str:
     """Return the name of a source rank's group for a layout, in a set of groups."""
     return f"{number}-{rank}-{layout}"
-
-
-# -- groups of GPUs ------------------------------------------------------------------------
-
-
-class NcclGroup:
-    """One rank's end of an NCCL group, separate from torch's default group; rank 0 sends.
-
-    Args:
-        path: path of a file at which the ranks meet.
-        seconds: timeout for the other ranks.
-    """
-
-    def __init__(
-        self, device: torch.device, path: str, rank: int, size: int, seconds: float
-    ) -> None:
-        # one file for each group: torch removes the file when the first rank leaves the group
-        store = FileStore(path, -1)
-        store.set_timeout(timedelta(seconds=seconds))
-        self._group: Any = self._connect(device, store, rank, size, seconds)
-
-    @staticmethod
-    def source_device(device: torch.device) -> torch.device:
-        """Return the device from which a process on ``device`` sends."""
-        if device.type != "cuda":
-            raise ProtocolError(
-                f"the sender broadcasts with {NCCL}, but this worker computes on the "
-                f"{device}; give BroadcastTransferSender device='cpu'"
-            )
-        return torch.device("cuda", device.index or torch.cuda.current_device())
-
-    def broadcast(self, run: Tensor, deadline: Deadline, wake: Callable[[], object]) -> Any:
-        """Begin to broadcast a tensor from rank 0; ``wake`` is called when it may be done."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=deadline.remaining + _GRACE_SECONDS)
-        work = self._group.broadcast([run], options)
-        work.get_future().add_done_callback(lambda _: wake())
-        return work
-
-    def close(self) -> None:
-        """Leave the group; may wait for collectives that a frozen rank holds up."""
-        self._group = None  # destroys the group even if this object is still referenced
-
-    @staticmethod
-    def _connect(
-        device: torch.device, store: FileStore, rank: int, size: int, seconds: float
-    ) -> Any:
-        """Return torch's process group."""
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=seconds + _GRACE_SECONDS)
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-        # connects now, in the background, instead of within the first collective
-        group.eager_connect_single_device(device)
-        return group
-
-
-def finished(works: Sequence[Any]) -> bool:
-    """Return whether all broadcasts have ended, in success or failure."""
-    return all(work.is_completed() for work in works)
-
-
-def conclude(works: Sequence[Any], device: torch.device) -> None:
-    """Make the results of finished broadcasts usable.
-
-    Raises:
-        RuntimeError: a broadcast failed.
-    """
-    for work in works:
-        work.wait()
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def in_background(make: Callable[[], T], done: Callable[[], object]) -> Future[T]:
-    """Run ``make``, which may block for long, in a thread; then call ``done``."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(make())
-        except BaseException as error:  # noqa: BLE001 - the future raises it
-            future.set_exception(error)
-        done()
-
-    _start_thread(run)
-    return future
-
-
-def let_go(group: Future[NcclGroup] | None) -> None:
-    """Drop a group, if there is one, without waiting for its threads."""
-    if group is None:
-        return
-
-    def drop() -> None:
-        if group.exception() is None:  # waits for a group that is still joining
-            group.result().close()
-
-    _start_thread(drop)
-
-
-def _start_thread(run: Callable[[], object]) -> None:
-    """Run a function in a thread of its own, to its end."""
-    # No daemon: torch aborts a process that exits while a group is being destroyed. Each thread
-    # ends at its transfer's timeout at the latest.
-    threading.Thread(target=run, name="lazygt-group", daemon=False).start()
 
 
 # -- the source ----------------------------------------------------------------------------
@@ -203,15 +94,12 @@ class GroupMemory:
     """`Destination` in the memory of receivers: a set of groups joined as rank 0.
 
     Args:
-        device: device of the values, from which they are sent.
-        group: class of the groups.
+        device: device of the values; NCCL sends from there, sockets from the host.
     """
 
-    def __init__(
-        self, device: torch.device, place: GroupAddress, group: type[NcclGroup] = NcclGroup
-    ) -> None:
-        self.borrows, self._group_class = group.source_device(device), group
-        self._groups: dict[str, Future[NcclGroup]] = {}
+    def __init__(self, device: torch.device, place: GroupAddress) -> None:
+        self.borrows = _device_for(place.backend, device)
+        self._groups: dict[str, Future[BroadcastGroup]] = {}
         self._buffer: Tensor | None = None
         self._changed = threading.Event()
 
@@ -249,12 +137,14 @@ class GroupMemory:
         while self._groups:
             let_go(self._groups.popitem()[1])
 
-    def _join(self, place: GroupAddress, deadline: Deadline) -> NcclGroup:
+    def _join(self, place: GroupAddress, deadline: Deadline) -> BroadcastGroup:
         """Return the group of a place, joined as rank 0 on first use."""
+        device = self.borrows
         if place.name not in self._groups:
-            path = meeting_path(place.directory, place.name)
             self._groups[place.name] = in_background(
-                lambda: self._group_class(self.borrows, path, 0, place.size, deadline.remaining),
+                lambda: join(
+                    device, place.directory, place.name, 0, place.size, deadline.remaining
+                ),
                 self._changed.set,
             )
         future = self._groups[place.name]
@@ -267,6 +157,18 @@ class GroupMemory:
             _check(place, deadline)
             self._changed.wait(_LOOK_SECONDS)
             self._changed.clear()
+
+
+def _device_for(backend: str, device: torch.device) -> torch.device:
+    """Return the device from which a process on ``device`` sends with a backend."""
+    if backend == HOST:
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ProtocolError(
+            f"the sender broadcasts with {backend}, but this worker computes on the "
+            f"{device}; give BroadcastTransferSender device='cpu'"
+        )
+    return torch.device("cuda", device.index or torch.cuda.current_device())
 
 
 def _check(place: GroupAddress, deadline: Deadline) -> None:
@@ -289,14 +191,13 @@ class BroadcastGroups(SenderEnd):
     """Sender's end: the set of groups, reused while its members are the same.
 
     Args:
-        device: device of this process's values.
-        group: class of the groups.
+        device: device of the receivers; it decides between sockets and NCCL.
     """
 
     strategy, kind = STRATEGY, "process_group"
 
-    def __init__(self, device: torch.device, group: type[NcclGroup] = NcclGroup) -> None:
-        self.device, self._group = device, group
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._backend = device, backend_for(device)
         self._layout_of: Mapping[ReceiverLink, int] = {}
         self._directory = ""
 
@@ -304,10 +205,6 @@ class BroadcastGroups(SenderEnd):
     def threshold(self) -> int:  # type: ignore[override]
         """Bytes of a request."""
         return REQUEST_BYTES
-
-    def open_here(self, device: torch.device, place: GroupAddress) -> GroupMemory:
-        """See `SenderEnd`."""
-        return GroupMemory(device, place, self._group)
 
     def begin(self, transfer: Transfer) -> None:
         """See `SenderEnd`: new groups if the members have changed."""
@@ -327,7 +224,7 @@ class BroadcastGroups(SenderEnd):
         return {
             "groups": self.number,
             "names": [name_of(self.number, rank, layout) for rank in range(transfer.ranks)],
-            "backend": NCCL,
+            "backend": self._backend,
             "rank": members.index(receiver) + 1,
             "size": len(members) + 1,
         }
@@ -345,6 +242,7 @@ class BroadcastGroups(SenderEnd):
             self.number,
             name_of(self.number, rank, layout),
             len(receivers) + 1,
+            self._backend,
             transfer.deadline.remaining,
             extent,
         )
@@ -360,34 +258,20 @@ class BroadcastGroups(SenderEnd):
         self._layout_of = {}
 
 
-class HostBuffers(BufferLeases):
-    """Sender's end between CPUs: packed buffers of the source processes."""
-
-    strategy = STRATEGY
-
-    def __init__(self) -> None:
-        super().__init__(REQUEST_BYTES, HostDevice())
-
-    def invitation(self, transfer: Transfer, receiver: ReceiverLink) -> ControlMessage:
-        """See `SenderEnd`."""
-        return {"backend": HOST}
-
-
 def BroadcastTransferSender(  # noqa: N802 - named like a class
     *,
     device: str | torch.device = "cpu",
     verify: str = "crc32",
     skip_unchanged: bool = False,
 ) -> Sender:
-    """Make a sender to receivers with memory of their own, on CPUs or on other GPUs.
+    """Make a sender to receivers with memory of their own: one broadcast for each block.
 
     Args:
-        device: device to send from: ``cpu`` (packed buffers) or ``cuda:N`` (NCCL: one broadcast for
-            each block). Parameters elsewhere are copied there first.
+        device: device to send from: ``cpu`` (sockets) or ``cuda:N`` (NCCL). Parameters elsewhere
+            are copied there first.
         verify, skip_unchanged: see `Sender`.
     """
-    to = torch.device(device)
-    end = BroadcastGroups(to) if to.type == "cuda" else HostBuffers()
+    end = BroadcastGroups(torch.device(device))
     return Sender(end, verify=verify, skip_unchanged=skip_unchanged)
 
 
@@ -409,22 +293,25 @@ class Arrivals(ReceiverEnd):
 
     Args:
         device: device of the received bytes.
-        group: class of the groups.
     """
 
     strategy = STRATEGY
 
-    def __init__(self, device: torch.device, group: type[NcclGroup] = NcclGroup) -> None:
-        self._device, self._group_class = device, group
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._memory = ReceiveBuffers(device)
         self._number = 0
         self._invitation: ControlMessage = {}
-        self._groups: dict[int, Future[NcclGroup]] = {}
+        self._groups: dict[int, Future[BroadcastGroup]] = {}
         self._in_flight: dict[int, ReceivedRound] = {}
 
     def stage(self, begin: ControlMessage, extent: int) -> Tensor | None:
         """See `ReceiverEnd`."""
-        _check_backend(begin, NCCL, self._device)
+        if begin["backend"] != backend_for(self._device):
+            raise TransferError(
+                f"the sender broadcasts with {begin['backend']}, but this receiver's device is "
+                f"{self._device}; give both the same kind of device"
+            )
         if self._number != begin["groups"]:
             self.dropped()
             self._number, self._invitation = begin["groups"], begin
@@ -462,13 +349,13 @@ class Arrivals(ReceiverEnd):
         self.dropped()
         self._memory.close()
 
-    def _join_group(self, rank: int, deadline: Deadline) -> Future[NcclGroup]:
+    def _join_group(self, rank: int, deadline: Deadline) -> Future[BroadcastGroup]:
         """Join a source rank's group in the background, once."""
         if rank not in self._groups:
             names, own_rank, size = (self._invitation[key] for key in ("names", "rank", "size"))
-            path = meeting_path(os.path.dirname(self._address), names[rank])
+            directory, seconds = os.path.dirname(self._address), deadline.remaining
             self._groups[rank] = in_background(
-                lambda: self._group_class(self._device, path, own_rank, size, deadline.remaining),
+                lambda: join(self._device, directory, names[rank], own_rank, size, seconds),
                 self._wake,
             )
         return self._groups[rank]
@@ -481,8 +368,10 @@ class Arrivals(ReceiverEnd):
 
     def _conclude(self, works: Sequence[Any], wait: Wait) -> None:
         """Wait for the broadcasts of a request, and make their results usable."""
+        # sockets wake this thread; a GPU does not, so it is polled
+        interval = _LOOK_SECONDS if self._device.type == "cuda" else 1.0
         while not finished(works):
-            wait(_LOOK_SECONDS)
+            wait(interval)
         try:
             conclude(works, self._device)
         except RuntimeError:
@@ -493,42 +382,17 @@ class Arrivals(ReceiverEnd):
             raise
 
 
-class HostArrivals(LeasedBuffers):
-    """Receiver's end between CPUs."""
-
-    strategy = STRATEGY
-
-    def __init__(self) -> None:
-        super().__init__(HostDevice())
-
-    def stage(self, begin: ControlMessage, extent: int) -> Tensor | None:
-        """See `ReceiverEnd`."""
-        _check_backend(begin, HOST, self._device.device)
-        return super().stage(begin, extent)
-
-
-def _check_backend(begin: ControlMessage, backend: str, device: torch.device) -> None:
-    """Raise TransferError if the sender broadcasts with another backend."""
-    if begin["backend"] != backend:
-        raise TransferError(
-            f"the sender broadcasts with {begin['backend']}, but this receiver's device is "
-            f"{device}; give both the same kind of device"
-        )
-
-
 def BroadcastTransferReceiver(  # noqa: N802 - named like a class
     address: str, *, device: str | torch.device = "cpu", **options: Unpack[ReceiverOptions]
 ) -> Receiver:
     """Make a receiver for a `BroadcastTransferSender`; see `Receiver`.
 
     Args:
-        device: device of the parameters: ``cpu`` or ``cuda:N`` (NCCL), of the same kind as the
-            sender's.
+        device: device of the parameters: ``cpu`` (sockets) or ``cuda:N`` (NCCL), of the same kind
+            as the sender's.
         options: name, expect, mesh, rank and placements; see `Receiver`.
     """
-    to = torch.device(device)
-    end = Arrivals(to) if to.type == "cuda" else HostArrivals()
-    return Receiver(address, end, **options)
+    return Receiver(address, Arrivals(torch.device(device)), **options)
 
 
 #: Names by which requests find the classes of a transport, see `copy_request.transport_module`.
